@@ -76,8 +76,8 @@ def test_an_exception_is_the_root_cause_of_torchrun(lab: Lab) -> None:
     assert re.search(r"traceback : rank 0 on h1 failed: ValueError: the loss is not a number", root_cause), done.output
 
 
-UNEVEN = (r"stops, because rank {0} on \w+{1} (left normally|ended its program .*) after \d+ collectives, and other "
-          "ranks need it for more. The ranks have uneven work")
+UNEVEN = (r"stops, because rank \d on \w+\d called \w+\(\) at .*, and rank {0} on \w+{1} (left normally|ended its "
+          r"program .*) after \d+ collectives. .*, or the ranks run different numbers of steps")
 HUNG = (r"stops, because rank 1 on \w+2 \(pid \d+\) did not enter collective \d+, in which rank 0 waits. "
         r"It is at \S+rank_program.py, line \d+, in go_wrong")
 

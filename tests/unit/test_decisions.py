@@ -57,7 +57,7 @@ def test_events_move_a_rank_on(events: list[Callable[[Decisions], object]], stat
         of.respond(now)
         of.positions[rank] = of.positions[0] = position(4)
     of.query(2, "lost", now=0.0)
-    [sent, report] = of.respond(2.0)
+    [sent, report] = of.respond(4.0)  # rank 0 has not asked: it might leave, too
     assert isinstance(sent, Send) and sent.message["cause"].kind == kind and list(sent.ranks) == [2]
     assert isinstance(report, ReportToLauncher) and report.cause == of.first
 
@@ -138,3 +138,47 @@ def test_rank_0_and_the_one_at_fault_report_to_the_launcher(rank: int, rank_0_le
     if rank_0_left:
         of.left(0, None, None, 3)
     assert of.reports(BAD) == expected
+
+
+def left_rank(of: Decisions, rank: int, cause: Failure | None = None) -> None:
+    of.left(rank, cause or Failure(f"rank {rank} left normally", "uneven", rank, f"h{rank}"), None, 16)
+
+
+@pytest.mark.parametrize(("left", "asking", "rank", "text"), [
+    ([1, 2], {0: "barrier() at train.py, line 9, in save"}, 0,
+     "rank 0 on h0 called barrier() at train.py, line 9, in save, and ranks 1-2 left normally after 16 collectives. "
+     "It is a collective that only some ranks call: call it on all ranks, or on none"),
+    ([1], {0: "all_reduce() at a", 2: "all_reduce() at a"}, 1, "rank 1 left normally"),  # most ranks need it
+    ([1, 2], {0: ""}, 1, "rank 1 left normally"),  # what has failed is unknown
+], ids=["one rank calls one more", "one rank left early", "no place"])
+def test_ranks_that_call_one_collective_more_are_at_fault(
+        left: list[int], asking: dict[int, str], rank: int, text: str) -> None:
+    """Collectives pair up by number: of an extra one, the last of that rank remains alone."""
+    of = decisions()
+    for one in left:
+        left_rank(of, one)
+    for one, place in asking.items():
+        of.query(one, "lost", 0.0, place)
+    of.respond(0.1)
+    assert of.first and (of.first.kind, of.first.rank, of.first.text) == ("uneven", rank, text)
+
+
+def test_of_two_ranks_it_cannot_be_told_which_is_wrong() -> None:
+    of = Decisions(0, {0: "h0 (pid 1)", 1: "h1 (pid 2)"})
+    left_rank(of, 1)
+    of.query(0, "lost", 0.0, "barrier() at train.py, line 9, in save")
+    of.respond(0.1)
+    assert of.first and of.first.rank is None and of.first.text.startswith(
+        "rank 0 on h0 called barrier() at train.py, line 9, in save, and rank 1 on h1 left normally after 16 "
+        "collectives. It is a collective that only some ranks call, such as a barrier under `if is_main`, or the ranks "
+        "run different numbers of steps.")
+
+
+def test_ranks_that_may_still_leave_are_waited_for() -> None:
+    of = decisions()
+    left_rank(of, 1)
+    of.query(0, "lost", 0.0, "barrier() at a")
+    assert of.respond(1.0) == [] and of.first is None
+    left_rank(of, 2)
+    of.respond(1.1)
+    assert of.first and of.first.rank == 0

@@ -73,7 +73,7 @@ ENDED = "the others will be ended"
     (said("hang", HANG, 5, "n3") + f"rank 0 on n1 stops, because {HANG}", ("kit_message", 5, "n3", None)),
     (said("hang", "rank 3 on n2 (pid 7) does not respond: its process is stopped by a signal", 3, "n2")
      + said("status", "rank 0 on n1 ended with exit status 1", 0, "n1"), ("kit_message", 3, "n2", None)),
-    (said("uneven", "rank 3 on n2 left by sys.exit(). The ranks have uneven work: give each the same", 3, "n2"),
+    (said("uneven", "rank 3 on n2 left by sys.exit(). The ranks run different numbers of steps: give each", 3, "n2"),
      ("uneven_work", 3, "n2", False)),
     (WATCHDOG.format(0, "08:34:00") + TORCHRUN, ("watchdog_timeout", None, None, None)),
     (LOST + TORCHRUN.replace("n7", "n6").replace("_08", "_09") + TORCHRUN, ("killed", 5, "n7", None)),

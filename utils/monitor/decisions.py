@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..channel import Message
+from ..host.cores import format_ranges
 from ..launch_report import Failure
 
 if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
@@ -21,6 +22,10 @@ DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it re
 _LONGEST_CAUSE = 1 << 14  # characters, such as of an exception with a long text
 _BLOCKED_SHARE, _BUSY_SHARE = 1 / 3, 5  # of HOST_LOST_SECONDS, without progress since a rank ended
 _SHOWN_CAUSES = 8
+_ABORTED = (
+    "gloo aborts a rank (SIGABRT, status 134) that has entered a smaller collective than the "
+    "others: compare the sizes of tensors"
+)
 
 
 class State(enum.Enum):
@@ -45,7 +50,7 @@ class Send(NamedTuple):
 
 
 class ReportToLauncher(NamedTuple):
-    """ReportToLauncher the first cause to launch.py."""
+    """Report the first cause to launch.py."""
 
     cause: Failure
 
@@ -65,6 +70,7 @@ class _Query(NamedTuple):
 
     kind: str  # "lost" or "timeout"
     since: float  # monotonic seconds
+    place: str  # of the collective that failed: "barrier() at train.py, line 9, in save"
 
 
 class Decisions:
@@ -82,7 +88,8 @@ class Decisions:
 
     Rank 0 is connected to all ranks, and decides. The first rank that is `failed` is the cause.
     Without one it is the first that is killed or lost, then the one that the others wait for in a
-    collective, then the first that left while others still needed it. A rank that queries the
+    collective, then the first that left while others still needed it; but if most ranks have left
+    normally, those are at fault that call one more collective. A rank that queries the
     cause gets an answer after DECIDE_SECONDS at the latest. The other ranks only see rank 0; once
     it has ended they use what it sent when it left.
     """
@@ -101,6 +108,7 @@ class Decisions:
         self.positions_requested = False
         self.silent: dict[int, str] = {}  # what is known of ranks that do not respond
         self._left_after: dict[int, int] = {}  # rank -> collectives that it had entered
+        self._left_how: dict[int, str] = {}  # "left normally"
         self._queries: dict[int, _Query] = {}
         self._last_progress, self._progressed_at = (0, 0), 0.0  # since ranks ended, and how many
         self._next_check = 0.0  # of these
@@ -123,11 +131,17 @@ class Decisions:
         return [Send({"kind": "cause", "cause": self.first}, [rank])]
 
     def left(
-        self, rank: int, cause: Failure | None, first: Failure | None, entered: int | None
+        self,
+        rank: int,
+        cause: Failure | None,
+        first: Failure | None,
+        entered: int | None,
+        how: str = "left normally",
     ) -> None:
         """A rank has left. first: the cause that it knows. entered: so many collectives."""
         self.states[rank] = State.LEFT
         self.departed[rank] = cause
+        self._left_how[rank] = how
         if entered is not None:
             self._left_after[rank] = entered
         self.first = self.first or first
@@ -164,9 +178,12 @@ class Decisions:
         message = {"kind": "start_failed", "cause": self.start_failure}
         return [Send(message, self.others())] if self.rank == 0 else []
 
-    def query(self, rank: int, kind: str, now: float) -> None:
-        """A rank asks for the cause. kind: "lost" for a connection, "timeout" of a collective."""
-        self._queries[rank] = _Query(kind, now)
+    def query(self, rank: int, kind: str, now: float, place: str = "") -> None:
+        """A rank asks for the cause.
+
+        kind: "lost" for a connection, "timeout" of a collective. place: what has failed, and where.
+        """
+        self._queries[rank] = _Query(kind, now, place)
 
     # What is known -------------------------------------------------------------------------------
 
@@ -239,7 +256,13 @@ class Decisions:
                     self._explain_killed()
                 else:
                     self._find_hung()
-        self.first = self.known_cause()
+        known = self.known_cause()
+        if known and known.kind == "uneven" and known is not self.first:
+            if not last_chance and not self._queries.keys() >= set(self.running()):
+                return []  # others may leave, too
+            places = {rank: query.place for rank, query in self._queries.items() if query.place}
+            known = self.explain_left(places) or known
+        self.first = known
         if not self.first and not last_chance:
             return []
 
@@ -260,15 +283,13 @@ class Decisions:
         known = self.known_cause()
         if not known:
             return
-        if mismatch := hang.describe_mismatch(self.positions, self.hosts):
-            ranks = hang.at_fault(self.positions, [])
-            self.first = self.hang(f"{mismatch}. Then {known.text}", ranks)
+        if mismatch := hang.describe_mismatch(self.positions, self.hosts, all_sizes=True):
+            ranks = hang.mismatched(self.positions, all_sizes=True)
+            aborted = next(rank for rank, one in self.departed.items() if one is known)
+            text = f"{mismatch}. Then gloo aborted rank {aborted} (SIGABRT)"
+            self.first = self.hang(text, ranks)
         elif example := hang.describe_waiting(self.positions):
-            text = (
-                f"{known.text}. {example}. gloo aborts a rank (SIGABRT, status 134) that "
-                "has entered a smaller collective than the others: compare the sizes of tensors"
-            )
-            self.first = known._replace(text=text)
+            self.first = known._replace(text=f"{known.text}. {example}. {_ABORTED}")
 
     def _find_hung(self) -> None:
         """Find the ranks for which a collective has timed out."""
@@ -281,6 +302,48 @@ class Decisions:
         if self.hung or not self.known_cause():
             text = hang.describe(self.positions, self.hosts, running, self.silent)
             self.first = self.hang(text, hang.at_fault(self.positions, running))
+
+    def explain_without_rank_0(self, cause: Failure, place: str) -> Failure:
+        """Add what this rank knows to the end of rank 0. place: what has failed here, and where."""
+        if cause.kind == "uneven":
+            return self.explain_left({self.rank: place}) or cause
+        if cause.kind == "killed":
+            text = f"{cause.text}. Rank {self.rank} was in {place}. {_ABORTED}"
+            return cause._replace(text=text)
+        return cause
+
+    def explain_left(self, places: Mapping[int, str]) -> Failure | None:
+        """Name the ranks that call one more collective than most; None where most call it.
+
+        places: what the ranks that still run wait in, and where.
+        """
+        left = [rank for rank, one in self.departed.items() if one and one.kind == "uneven"]
+        if not places or not left or (self.rank == 0 and 2 * len(left) < len(self.hosts)):
+            return None
+        calls: dict[str, list[int]] = {}
+        for rank, place in sorted(places.items()):
+            calls.setdefault(place, []).append(rank)
+        shown = "; ".join(
+            f"{self._names(ranks)} called {place}" for place, ranks in [*calls.items()][:3]
+        )
+        numbers = {self._left_after.get(rank) for rank in left} - {None}
+        after = f" after {max(filter(None, numbers), default=0)} collectives" if numbers else ""
+        how = self._left_how[left[0]] if len(left) == 1 else "left normally"
+        text = f"{shown}, and {self._names(sorted(left))} {how}{after}. "
+        if self.rank == 0 and 2 * len(left) > len(self.hosts):
+            text += "It is a collective that only some ranks call: call it on all ranks, or on none"
+            return self.hang(text, places)._replace(kind="uneven")
+        text += (
+            "It is a collective that only some ranks call, such as a barrier under `if is_main`, "
+            "or the ranks run different numbers of steps. Call it on all ranks, or give each the "
+            "same number of steps (drop_last=True, DistributedDataParallel.join())"
+        )
+        return Failure(text, "uneven")
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        if len(ranks) == 1:
+            return f"rank {ranks[0]} on {host_of(self.hosts[ranks[0]])}"
+        return f"ranks {format_ranges(ranks)}"
 
     def end_hung(self, running: Collection[int]) -> list[Action]:
         """End the hung ranks when no others are running: they may never notice themselves."""

@@ -303,6 +303,14 @@ def _describe_unknown(
     )
 
 
+def places_of_waits(positions: Mapping[int, Position]) -> dict[int, str]:
+    """Return the collective that each waiting rank is in, and where."""
+    return {
+        rank: _show(its_waits[0].call, positions[rank])
+        for rank, its_waits in waits(positions, positions).items()
+    }
+
+
 def describe_waiting(positions: Mapping[int, Position]) -> str:
     """Return the collective that the first waiting rank is in; "" where none is known."""
     for rank, its_waits in waits(positions, positions).items():
@@ -312,9 +320,14 @@ def describe_waiting(positions: Mapping[int, Position]) -> str:
     return ""
 
 
-def describe_mismatch(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
-    """Return which ranks entered another collective than the majority; "" where none did."""
-    by_rank, odd = _mismatch(positions)
+def describe_mismatch(
+    positions: Mapping[int, Position], hosts: Mapping[int, str], *, all_sizes: bool = False
+) -> str:
+    """Return which ranks entered another collective than the majority; "" where none did.
+
+    all_sizes: those of a gather, which may differ, are compared, too: a rank was aborted.
+    """
+    by_rank, odd = _mismatch(positions, all_sizes)
     if not odd:
         return ""
     shown = {rank: _show(call, positions[rank]) for rank, call in by_rank.items()}
@@ -325,11 +338,21 @@ def describe_mismatch(positions: Mapping[int, Position], hosts: Mapping[int, str
     )
     example = next((rank for rank in by_rank if rank not in odd), None)
     if example is None:
-        return f"unknown which rank is wrong: {causes}"
+        return (
+            f"{causes}. One of these is a collective that only some ranks call; which one cannot "
+            "be told"
+        )
     return f"{causes}. The other ranks entered {shown[example]}"
 
 
-def _mismatch(positions: Mapping[int, Position]) -> tuple[dict[int, Collective], list[int]]:
+def mismatched(positions: Mapping[int, Position], *, all_sizes: bool = False) -> set[int]:
+    """Return the ranks that describe_mismatch() names."""
+    return set(_mismatch(positions, all_sizes)[1])
+
+
+def _mismatch(
+    positions: Mapping[int, Position], all_sizes: bool = False
+) -> tuple[dict[int, Collective], list[int]]:
     """Return the first collective in which the ranks differ, and those that differ from most.
 
     These are all ranks where no call is that of most, and none where the ranks do not differ.
@@ -340,10 +363,11 @@ def _mismatch(positions: Mapping[int, Position]) -> tuple[dict[int, Collective],
             if not call["between_two"]:
                 calls.setdefault((call["group"], call["number"]), {})[rank] = call
     for _, by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
-        (usual, most), *others = Counter(map(_signature, by_rank.values())).most_common(2)
+        signatures = {rank: _signature(call, all_sizes) for rank, call in by_rank.items()}
+        (usual, most), *others = Counter(signatures.values()).most_common(2)
         if others:
             is_even = most == others[0][1]
-            odd = [rank for rank, call in by_rank.items() if is_even or _signature(call) != usual]
+            odd = [rank for rank in by_rank if is_even or signatures[rank] != usual]
             return by_rank, odd
     return {}, []
 
@@ -380,8 +404,9 @@ def summary(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
     return "".join(lines)
 
 
-def _signature(call: Collective) -> tuple[str, str]:
-    return call["operation"], call["sizes"] if call["operation"] in _EQUAL_SIZES else ""
+def _signature(call: Collective, all_sizes: bool) -> tuple[str, str]:
+    compares_sizes = all_sizes or call["operation"] in _EQUAL_SIZES
+    return call["operation"], call["sizes"] if compares_sizes else ""
 
 
 def _number(call: Collective) -> str:

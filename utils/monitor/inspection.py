@@ -24,6 +24,7 @@ from .hang import (
     Work,
     at_fault,
     main_thread_location,
+    places_of_waits,
     summary,
     unreported,
 )
@@ -90,7 +91,7 @@ class Inspection:
         if entered is None:
             return None
         last, groups = self._monitor.own.read_collectives(ends)
-        if last and self._monitor.has_timed_out:  # an exception has ended the wait
+        if last and self._monitor.collective_failed:  # an exception has ended the wait
             last[-1]["blocks"] = True
         work = Work(*process.work_done())
         return Position(entered, main_thread_location(), tuple(last), work, groups)
@@ -202,9 +203,11 @@ class Inspection:
         decisions.positions = {**self._positions_at_hang, **decisions.positions}
         text = watch.describe(decisions.positions, decisions.hosts, departed)
         known = decisions.first if self._monitor.waits() else None  # from rank 0, before it left
-        left = (one for one in decisions.departed.values() if one and one.text == text)
-        hang = decisions.hang(text, at_fault(decisions.positions, running))
-        self._announce_hang(known or next(left, hang))
+        cause = decisions.hang(text, at_fault(decisions.positions, running))
+        left = next((one for one in decisions.departed.values() if one and one.text == text), None)
+        if left and left.kind == "uneven":
+            left = decisions.explain_left(places_of_waits(decisions.positions)) or left
+        self._announce_hang(known or left or cause)
 
     def _request_again(self, now: float) -> None:
         self._since = now

@@ -101,7 +101,7 @@ class Monitor:
         self.decisions = Decisions(rank, hosts)
         self.hang_announced = False
         self.leaving = self._left = False
-        self.has_timed_out = False
+        self.collective_failed = False  # the last one of this rank
         self._hung_rank_timeout = hung_rank_timeout
         self._inspection: Inspection | None = None
         self._reported = False  # to launch.py
@@ -162,11 +162,11 @@ class Monitor:
             self._inspection = Inspection(self)
         return self._inspection
 
-    def leave(self, cause: Failure | None) -> None:
+    def leave(self, cause: Failure | None, how: str = "left normally") -> None:
         """Report that this rank leaves, and close the connections.
 
         cause: what the ranks that still need this one should report; None where another rank's
-        failure stops this one. Waits at most two seconds for the report to arrive.
+        failure stops this one. how: it leaves. Waits at most two seconds for the report to arrive.
         """
         global _current
         with self._lock:
@@ -177,7 +177,8 @@ class Monitor:
             # Nobody can query rank 0 after it has left: it leaves with the cause that it knows.
             first = self.decisions.known_cause() if self.rank == 0 else None
             entered = self.own.entered_collectives()
-            self.send_all({"kind": "left", "cause": cause, "first": first, "entered": entered})
+            left = {"kind": "left", "cause": cause, "first": first, "entered": entered}
+            self.send_all({**left, "how": how})
         self._wake()
         self._all_acknowledged.wait(_ACKNOWLEDGE_SECONDS)
         if self.hang_announced:  # while the main thread was in native code: another one ends this
@@ -188,25 +189,30 @@ class Monitor:
         _current = None  # those that have ended are no ranks of a later job
         self._wake()
 
-    def find_cause(self, kind: str) -> Failure | None:
+    def find_cause(self, kind: str, place: str = "") -> Failure | None:
         """Return the first cause, as rank 0 knows it; None where it is not known.
 
         kind: what this rank has seen, "lost" for a connection and "timeout" for a collective.
+        place: what has failed, and where: "barrier() at train.py, line 9, in save".
         """
         decisions = self.decisions
         with self._lock:
+            self.collective_failed = True
             rank_0_left = self.rank != 0 and 0 in decisions.departed
-            if decisions.first or self.leaving or rank_0_left:
-                return decisions.known_cause()
-            self.has_timed_out = kind == "timeout"
-            self._response.clear()
-            if self.rank == 0:
-                decisions.query(0, kind, time.monotonic())
-            else:
-                self.send_all({"kind": "query", "about": kind})
+            if not (decisions.first or self.leaving or rank_0_left):
+                self._response.clear()
+                if self.rank == 0:
+                    decisions.query(0, kind, time.monotonic(), place)
+                else:
+                    self.send_all({"kind": "query", "about": kind, "place": place})
         self._wake()
-        self._response.wait(2 * DECIDE_SECONDS + 1)
-        return decisions.known_cause()
+        if not (decisions.first or self.leaving or rank_0_left):
+            self._response.wait(2 * DECIDE_SECONDS + 1)
+        with self._lock:
+            cause = decisions.known_cause()
+            if self.rank != 0 and not decisions.first and cause and place:  # without rank 0
+                return decisions.explain_without_rank_0(cause, place)
+            return cause
 
     def departed_ranks(self) -> dict[int, str]:
         """Return what the function of this name does."""
@@ -315,12 +321,13 @@ class Monitor:
         elif kind == "failed" and cause:
             self.carry_out(decisions.failed(rank, cause))
         elif kind == "query":
-            decisions.query(rank, message["about"], time.monotonic())
+            decisions.query(rank, message["about"], time.monotonic(), message["place"])
         elif kind == "cause":
             decisions.first = decisions.first or cause
             self._response.set()
         elif kind == "left":
-            decisions.left(rank, cause, _failure(message["first"]), message["entered"])
+            first = _failure(message["first"])
+            decisions.left(rank, cause, first, message["entered"], message["how"])
             self._acknowledged.add(rank)  # it needs no report any more
             reply({"kind": "ack"})
             if self._inspection:

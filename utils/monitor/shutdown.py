@@ -56,6 +56,7 @@ _RUNTIME_ERROR_OF_TORCH = (
 # Errors that the kit raises on all ranks name the one that failed: "cannot load /scratch/run/step-
 # 000000001 on rank 1 on n2: the state does not match".
 _FAILED_RANK = r" on rank (\d+) on ([\w.-]+): "
+_DDP_ERROR = r"expects same model|appears not to match sizes|finished reduction in the prior"
 _PEER_FAILURES = {
     "lost": r"(closed|reset) by (remote )?peer|Broken pipe|Connection (was likely )?closed"
     r"|remote process exited|ncclRemoteError|lost the connection"
@@ -109,11 +110,7 @@ class Shutdown:
             self.report(error)
         how = _LEFT
         if error is not None:
-            from .hang import user_frame
-
-            frames = reversed(traceback.extract_tb(error.__traceback__))
-            place = user_frame((f.filename, f.lineno or 0, f.name) for f in frames)
-            how = f"left by sys.exit() at {place}"
+            how = f"left by {_place_of(error, 'sys.exit()')}"
         self.close(orderly=error is None or _is_orderly(error), how=how)
 
     def close(self, *, orderly: bool = True, how: str = _LEFT) -> None:
@@ -126,7 +123,7 @@ class Shutdown:
         if self._closed:
             return
         self._closed = True
-        self._leave(self._departure(how))
+        self._leave(self._departure(how), how)
         if orderly and self._backend != "gloo" and self._world_size > 1:
             self._wait_for_all()
 
@@ -154,12 +151,17 @@ class Shutdown:
 
         name, text = type(error).__name__, str(error).strip()
         description = (f"{name}: {text}" if text else name).splitlines()[0][:300]
+        if re.search(_DDP_ERROR, text):
+            from .ddp_errors import explain
+
+            if details := explain(error, self._rank, self.store):
+                description = f"{name}: {details}"
         named = re.search(_FAILED_RANK, description) if _raised_by_torch(error) else None
         rank, host = (int(named[1]), named[2]) if named else (self._rank, socket.gethostname())
         failed_rank = f"rank {rank} on {host}"
         failure = Failure(f"{failed_rank} failed: {description}", "exception", rank, host)
         kind = peer_failure(error) if self._world_size > 1 else ""
-        first = self._first_cause(kind, failure)
+        first = self._first_cause(kind, failure, _place_of(error) if kind else "")
         if first and self._monitor is not None:
             self._monitor.report_to_launcher(first)
         elif first:
@@ -188,25 +190,28 @@ class Shutdown:
         _write_error_file(message, is_root_cause=is_root_cause)
         self._leave(failure if is_root_cause else None)
 
-    def _first_cause(self, kind: str, failure: Failure) -> Failure | None:
-        """Return what failed first; None where no rank knows. kind: see peer_failure()."""
+    def _first_cause(self, kind: str, failure: Failure, place: str) -> Failure | None:
+        """Return what failed first; None where no rank knows.
+
+        kind: see peer_failure(). place: of the collective that has failed.
+        """
         if self._monitor is None:
             return None if kind else failure
         if kind:
-            return self._monitor.find_cause(kind)
+            return self._monitor.find_cause(kind, place)
         return self._monitor.report_failure(failure)
 
-    def _leave(self, cause: Failure | None) -> None:
+    def _leave(self, cause: Failure | None, how: str = _LEFT) -> None:
         if self._monitor is not None:
-            self._monitor.leave(cause)
+            self._monitor.leave(cause, how)
 
     def _departure(self, how: str) -> Failure:
         """What the other ranks report if they still need this rank, which has not failed."""
         entered = entered_collectives()
         after = "" if entered is None else f" after {entered} collectives"
         text = (
-            f"{self._this_rank} {how}{after}, and other ranks need it for more. The ranks have "
-            "uneven work: give each the same number of steps (DistributedSampler, "
+            f"{self._this_rank} {how}{after}, and other ranks still wait for it. The ranks run "
+            "different numbers of steps: give each the same number (DistributedSampler, "
             "drop_last=True), or train under DistributedDataParallel.join()"
         )
         return Failure(text, "uneven", self._rank, socket.gethostname())
@@ -232,7 +237,8 @@ class Shutdown:
     def _at_exit(self) -> None:
         """Record the exit for waiting ranks: without a with statement they would not see it."""
         if not self._closed:
-            self._leave(self._departure("ended its program (by its last line or sys.exit())"))
+            how = "ended its program (by its last line or sys.exit())"
+            self._leave(self._departure(how), how)
         # The end of NCCL might wait for ranks that are still at work; the process's end does not.
         if self._backend == "gloo":
             self.close(orderly=False)
@@ -250,6 +256,19 @@ def peer_failure(error: BaseException) -> str:
     if not is_of_torch:
         return ""
     return next((kind for kind, pattern in _PEER_FAILURES.items() if re.search(pattern, text)), "")
+
+
+def _place_of(error: BaseException, call: str = "") -> str:
+    """Return what has raised an error, and the line of the script: "barrier() at train.py, ...".
+
+    call: the name to show; "" for the innermost function.
+    """
+    from .hang import user_frame
+
+    frames = traceback.extract_tb(error.__traceback__)
+    place = user_frame((f.filename, f.lineno or 0, f.name) for f in reversed(frames))
+    name = frames[-1].name if frames else ""
+    return f"{call or f'{name}()'} at {place}"
 
 
 def _is_orderly(error: BaseException) -> bool:
