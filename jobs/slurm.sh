@@ -14,6 +14,6 @@
 
 set -e
 # The environment with torch and ddpkit: module load ..., conda activate ..., or, by its whole path,
-source .venv/bin/activate
+source .venv/bin/activate || { echo "Name your environment in the line 'source' of the job script." >&2; exit 1; }
 # Where ddpkit is not installed: exec /path/to/ddpkit/scripts/launch.py "$@"
 exec ddpkit launch "$@"

@@ -74,7 +74,8 @@ def test_copy_needs_one_other_line(job: Submitted, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("missing", "status", "sentence"), [
-    ("activate", 1, r": line \d+: \.venv/bin/activate: No such file or directory\n"),
+    ("activate", 1, r": line \d+: \.venv/bin/activate: No such file or directory\n"
+                    "Name your environment in the line 'source' of the job script\\.\n"),
     ("ddpkit", 127, r": line \d+: exec: ddpkit: not found\n")])
 def test_what_is_missing_is_said_once(job: Submitted, missing: str, status: int, sentence: str) -> None:
     (job.bin / missing).unlink()

@@ -94,6 +94,15 @@ def test_torchrun_names_the_script_in_its_summary(folder: Path) -> None:
     assert done.returncode == 1 and "\nfails.py FAILED\n" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--torchrun"]])
+def test_syntax_error_of_the_script_is_the_last_line(options: list[str], folder: Path) -> None:
+    (folder / "broken.py").write_text("import os\nx = (\n")
+    done = launch("-n", "2", *options, "broken.py", folder=folder)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "ddpkit launch: error: no rank can run broken.py, line 2: SyntaxError: '(' was never closed")
+
+
 @pytest.mark.parametrize(("command", "name"), [
     ("/usr/bin/python3.11 -u -m torch.distributed.run x.py", "torch.distributed.run"),
     ("env FOO=1 nice -n 5 /opt/bin/torchrun x.py", "torchrun"), ("uv run -- deepspeed x.py", "deepspeed"),

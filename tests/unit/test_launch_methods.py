@@ -81,6 +81,9 @@ def test_command_line(plan: Callable[[], Plan], expected: str) -> None:
         "OMPI_MCA_plm_slurm_args": "--external-launcher", "PRTE_MCA_plm_slurm_args": "--external-launcher",
         "HYDRA_LAUNCHER_EXTRA_ARGS": "--external-launcher", "I_MPI_HYDRA_BOOTSTRAP": "slurm"}, "")
       for mpiexec in (MPICH, OPENMPI4)),
+    # --cpus-per-task is given, or not known
+    (slurm({"SLURM_CPUS_PER_TASK": "1"}, ranks=(1,), cores=(4,), ntasks_per_node=1), {}, "SLURM_CPUS_PER_TASK"),
+    (slurm({"SLURM_CPUS_PER_TASK": "1"}, ntasks_per_node=1), {"SLURM_CPUS_PER_TASK": "1"}, ""),
     # The daemons of an mpiexec on some GPUs, on none, and in a step
     (slurm(gpus=(4, 2), mpiexec=MPICH), {"SLURM_GPUS": "6"}, "SLURM_GPUS_PER_NODE"),
     (slurm(gpus=(0, 0), mpiexec=MPICH), {}, "SLURM_(GPUS|OVERLAP|CPU_BIND|EXPORT).*"),

@@ -95,6 +95,8 @@ def test_an_open_pipe_without_data_is_no_input() -> None:
     (pbs(gpus=(2, 2), gpus_here=4), "holds 2 of the 4 gpus of n1, and pbs does not report which"),
     (pbs(gpus=(2, 2), gpus_here=2), ""), (slurm(gpus=(2, 2), gpus_here=4), ""),
     (pbs({"CUDA_VISIBLE_DEVICES": "0,1"}, gpus=(2, 2), gpus_here=4), ""),
+    (slurm({"MASTER_PORT": "29500"}), "master_port=29500 is not used: each launch takes a free port. where a firewall"),
+    (slurm({"MASTER_PORT": "29500"}, nodes=1), "set ddpkit_port_range=first-last"),
     (lambda: make(job()._replace(restart_count=2, notes=("a note",))), "restart 2 of slurm job 7\na note"),
     (lambda: make(job()._replace(restart_count=0)), "")])
 def test_notes_for_the_user(plan: Callable[[], Plan], note: str) -> None:

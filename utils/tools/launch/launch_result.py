@@ -81,6 +81,7 @@ class LaunchResult:
     status: of the first process that failed; 0 while none has. failed_at: when that was.
     warning: to be printed if nothing fails. reason: what has ended the ranks, where it was none of
     them; reason_host: where. lost_hosts: those that have failed. out_of_memory: what Slurm reports.
+    syntax_error: of the script, which then no rank can run.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class LaunchResult:
         self.reason = self._stop_reason = ""
         self.reason_host: str | None = None
         self.out_of_memory: OutOfMemory | None = None
+        self.syntax_error = ""
         self._stopped_by = 0  # the signal
         # Ranks that ended by themselves, in order: name, exit status, host.
         self._ended: dict[int, tuple[str, int, str | None]] = {}
@@ -182,6 +184,11 @@ class LaunchResult:
                 first = first._replace(text=text)
             first.write()
             print_status(f"the ranks report what failed first: {first.text.rstrip('.')}")
+            return
+
+        if self.syntax_error:
+            Failure(self.syntax_error, "exception").write()
+            print_error(self.syntax_error)
             return
 
         left = list(itertools.takewhile(lambda one: not one[1][1], self._ended.items()))

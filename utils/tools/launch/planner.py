@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ...host.cores import CPU_BIND, NO_BINDING, parse_binding
 from ...host.gpus import MASKS
+from ...host.network import PORT_RANGE
 from ...job.slurm_job import expand_hostlist
 from ..schedulers.allocation import Allocation
 from .launch_plan import HostInfo, Hosts, Options, Plan, PlanError, Request, index_of, job_name
@@ -74,6 +75,7 @@ def make_plan(
         host=host_info.name,
         notes=(
             *_notes_on_job(allocation),
+            *_notes_on_port(environ),
             *hosts.notes,
             *_notes_on_sharing(hosts, allocation, host_info, environ),
         ),
@@ -115,6 +117,15 @@ def _notes_on_job(allocation: Allocation | None) -> Iterator[str]:
     if allocation.restart_count:
         yield f"restart {allocation.restart_count} of {job_name(allocation)}"
     yield from allocation.notes
+
+
+def _notes_on_port(environ: Mapping[str, str]) -> Iterator[str]:
+    port = environ.get("MASTER_PORT")
+    if port:
+        yield (
+            f"MASTER_PORT={port} is not used: each launch takes a free port. Where a firewall "
+            f"leaves only some ports open, set {PORT_RANGE}=FIRST-LAST to those"
+        )
 
 
 def _choose_hosts(options: Options, allocation: Allocation | None, host_info: HostInfo) -> Hosts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import time
 from contextlib import ExitStack, closing, suppress
 
@@ -21,6 +22,7 @@ from .rank_output import Outputs, labelled, write_output
 
 _DRAIN_SECONDS = 1.0
 _BACKLOG = 16
+_COMPILE_SECONDS = 10.0
 
 
 def run(plan: Plan) -> int:
@@ -46,6 +48,8 @@ def run(plan: Plan) -> int:
                 f"{EXIT_REQUEUE})"
             )
             return EXIT_REQUEUE
+        if result.status and notices.first_cause is None:
+            result.syntax_error = _syntax_error(plan)
         result.conclude(notices.first_cause)
         return result.status
 
@@ -62,6 +66,27 @@ def _run(launch: Launch) -> None:
         Coordinator(launch).run()
     else:
         _run_local(launch)
+
+
+_COMPILE = """
+import sys
+try:
+    compile(open(sys.argv[1], "rb").read(), sys.argv[1], "exec")
+except SyntaxError as error:
+    print(f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}")
+"""
+
+
+def _syntax_error(plan: Plan) -> str:
+    """Return why the Python of the ranks cannot compile the script, or ""."""
+    if not plan.script:
+        return ""
+    words = [plan.python, "-I", "-c", _COMPILE, plan.script]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        if found := done.stdout.strip():
+            return f"no rank can run {found}"
+    return ""
 
 
 def _list_lost_hosts(plan: Plan, result: LaunchResult) -> None:

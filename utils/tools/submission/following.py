@@ -108,16 +108,20 @@ def _follow_one(
     log = Log(lambda: logs(job_id), sys.stdout.buffer)
     shown = ""
     failing_since: float | None = None
+    silent_until = 0.0
     pause = MIN_QUERY_SECONDS
     while True:
         try:
             status = query(job_id)
             failing_since = None
         except SchedulerError as error:
-            failing_since = failing_since or time.monotonic()
-            if time.monotonic() - failing_since >= NO_RESPONSE_SECONDS:
+            now = time.monotonic()
+            failing_since = failing_since or now
+            if now - failing_since >= NO_RESPONSE_SECONDS:
                 raise
-            note(f"{error} Trying again.")
+            if now >= silent_until:  # a server that restarts responds and fails in turns
+                note(f"{error} Trying again for {NO_RESPONSE_SECONDS:.0f} s.")
+                silent_until = now + NO_RESPONSE_SECONDS
         else:
             line = describe(status)
             if line != shown:

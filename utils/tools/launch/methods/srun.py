@@ -128,6 +128,9 @@ class Srun(NativeMethod):
         if binding and not self._inside_step and not options.torchrun:
             environ["SLURM_CPU_BIND"] = binding
         if not self._as_requested:
+            if all(_shares(request.hosts.cores, request.hosts.ranks)):
+                # --cpus-per-task is given. srun 26.05 warns where it exceeds that of the job.
+                environ.pop("SLURM_CPUS_PER_TASK", None)
             # Where --nodes cannot be given, srun takes the number of hosts from here.
             count = str(len(request.hosts.names))
             environ |= {"SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
@@ -144,9 +147,9 @@ class Srun(NativeMethod):
         if plan.environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
             yield "--export=ALL"
 
-        counts = zip(plan.cores, plan.processes, strict=True)
-        shares = [cores // count for cores, count in counts if cores is not None]
-        cores_per_process = min(shares, default=None)
+        shares = _shares(plan.cores, plan.processes)
+        known = [share for share in shares if share is not None]
+        cores_per_process = min(known, default=None)
         overcommit = cores_per_process == 0
 
         if not self._as_requested:
@@ -212,6 +215,12 @@ class Srun(NativeMethod):
     def listen_ports(self, plan: Plan) -> Sequence[int]:
         """Return the ports of a login host, perhaps behind a firewall; () on a host of the job."""
         return () if index_of(plan.host, plan.hosts) is not None else srun_ports()
+
+
+def _shares(cores: Sequence[int | None], processes: Sequence[int]) -> list[int | None]:
+    """Return the cores of each process of each host; None where they are not known."""
+    pairs = zip(cores, processes, strict=True)
+    return [None if total is None else total // count for total, count in pairs]
 
 
 def daemon_variables(environ: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
