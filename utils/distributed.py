@@ -37,7 +37,7 @@ from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
 from .launchers.rank_variables import set_variables, without_inherited
 from .log import get_logger, setup_logging
-from .monitor.counts import entered_collectives, total_collectives
+from .monitor.counts import entered_collectives, group_timeout, total_collectives
 from .monitor.monitor import Monitor, OwnRank
 from .monitor.shutdown import (
     Shutdown,
@@ -54,8 +54,10 @@ from .training_hooks import TrainingHooks
 
 if TYPE_CHECKING:
     from .monitor.hang import Collective, Group
+    from .monitor.positions import HangWatch
 
 CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off
+HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds, "auto", or "0" for none
 START_UP_SECONDS = 100.0
 _OLDEST_TORCH = (2, 8)  # the store of an older one does not take over a listening socket
 _log = get_logger(__name__)
@@ -156,7 +158,7 @@ def setup_distributed(
     timeout: float = START_UP_SECONDS,
     launcher: str | None = None,
     collective_timeout: float | None = None,
-    hang_timeout: float | None = None,
+    hang_timeout: float | Literal["auto"] | None = "auto",
     bind: Literal["auto", False] = "auto",
     check_training: bool = True,
 ) -> Distributed:
@@ -174,7 +176,10 @@ def setup_distributed(
         stacks and last collectives to a file, and rank 0 names the ranks that the others wait
         for. Progress is a collective that any rank enters, or Distributed.report_progress(). A
         rank that works while the others wait is reported as busy, and the job ends after three
-        times as long. None: only torch's time limits end such a job. The same on all ranks.
+        times as long. "auto": the same shortly before torch's own time limit would end the job,
+        30 s for limits from five minutes on; a pause in which no rank waits in a collective ends
+        nothing. 0 or None: only torch ends such a job. The same on all ranks. DDPKIT_HANG_TIMEOUT,
+        which `ddpkit launch --hang-timeout` sets, replaces this argument.
     bind: "auto" binds this process to its share of the cores, near its GPU. False keeps the cores
         that the launcher has set. The same on all ranks.
     check_training: report a training that goes wrong without an error: ranks whose parameters
@@ -187,10 +192,11 @@ def setup_distributed(
     where torch is older than 2.8.
     ValueError for a bad argument, RuntimeError when torch.distributed is initialised already.
     """
-    _check_arguments(backend, timeout, collective_timeout, hang_timeout, bind)
+    hang_seconds = _hang_timeout(hang_timeout)
+    _check_arguments(backend, timeout, collective_timeout, bind)
     deadline = time.monotonic() + timeout
     try:
-        _check_process(hang_timeout)
+        _check_process(hang_seconds)
         detection = find_launcher(launcher=launcher)
         placement = detection.placement
         setup_logging(placement.rank, placement.world_size)
@@ -212,7 +218,7 @@ def setup_distributed(
         if backend is None and job.backend == "gloo" and (warning := device.unused_gpus()):
             _log.warning("%s", warning)
     if monitor and effects.may_have("monitor"):
-        _watch_collectives(job, monitor, hang_timeout)
+        _watch_collectives(job, monitor, hang_seconds)
     if job.world_size > 1 and effects.may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
@@ -224,13 +230,11 @@ def _check_arguments(
     backend: str | None,
     timeout: float,
     collective_timeout: float | None,
-    hang_timeout: float | None,
     bind: str | bool,
 ) -> None:
     for name, seconds in (
         ("timeout", timeout),
         ("collective_timeout", collective_timeout),
-        ("hang_timeout", hang_timeout),
     ):
         if seconds is not None and not 0 < seconds < 1e6:
             raise ValueError(f"{name} is {seconds!r}; expected seconds above 0")
@@ -247,7 +251,23 @@ def _check_arguments(
         )
 
 
-def _check_process(hang_timeout: float | None) -> None:
+def _hang_timeout(given: float | str | None) -> float | str:
+    """Return the seconds of hang_timeout, "auto", or 0 for none."""
+    name, value = "hang_timeout", given
+    if os.environ.get(HANG_TIMEOUT):
+        name, value = HANG_TIMEOUT, os.environ[HANG_TIMEOUT]
+    if value is None or value == "auto":
+        return value or 0.0
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise ValueError(f"{name} is {value!r}; expected seconds, 'auto', or 0 for none")
+    return seconds
+
+
+def _check_process(hang_timeout: float | str) -> None:
     """Raise LaunchError where this torch, or DDPKIT_WITHOUT, cannot do what is asked for."""
     major, minor = str(torch.__version__).split(".")[:2]
     if (int(major), int(minor)) < _OLDEST_TORCH:
@@ -256,7 +276,7 @@ def _check_process(hang_timeout: float | None) -> None:
             "example with pip install 'torch>=2.8', or load a newer PyTorch module"
         )
     effects.check_effects()
-    if hang_timeout is not None and not effects.may_have("monitor"):
+    if hang_timeout not in (0, "auto") and not effects.may_have("monitor"):
         raise LaunchError(
             "hang_timeout is set, but DDPKIT_WITHOUT names the monitor, which finds hangs. "
             "Expected one of them. Leave out the other"
@@ -430,8 +450,8 @@ def make_job(
 # What follows the start --------------------------------------------------------------------------
 
 
-def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float | None) -> None:
-    """Let the monitor see this rank's collectives and, if requested, end a job that hangs."""
+def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float | str) -> None:
+    """Let the monitor see this rank's collectives, and end a job that hangs."""
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
         if not faulthandler.is_enabled() and effects.may_have("faulthandler"):
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
@@ -447,20 +467,32 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
         progress=lambda: total_collectives() + job._reported_progress,
         write_report=functools.partial(write_hang_report, job.rank),
     )
-    if hang_timeout is not None:
-        from .monitor import collectives
-        from .monitor.positions import HangWatch
+    if hang_timeout == "auto":
+        torch_timeout = group_timeout(dist.group.WORLD)
+        if torch_timeout is not None:
+            make_watch = functools.partial(_make_watch, job, torch_timeout, before_torch=True)
+            # What it needs is loaded a little later: the start is as fast as without.
+            monitor.watch(make_watch, seconds=min(20.0, torch_timeout / 30))
+    elif hang_timeout:
+        watch = _make_watch(job, float(hang_timeout))
+        monitor.watch(lambda: watch)
 
-        has_recorder = collectives.has_recorder()
-        if not has_recorder and job.is_main:
-            _log.warning(
-                f"torch {torch.__version__} does not record the collectives of {job.backend} "
-                f"(TORCH_FR_BUFFER_SIZE={os.environ.get('TORCH_FR_BUFFER_SIZE', '')!r}): the cause "
-                "of a hang is then found from stacks and counts of collectives alone. Unset this "
-                "variable if it is 0; otherwise use a newer torch"
-            )
-        recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
-        monitor.watch(HangWatch(hang_timeout, job.world_size, recorded=recorded))
+
+def _make_watch(job: Distributed, seconds: float, *, before_torch: bool = False) -> HangWatch:
+    from .monitor import collectives
+    from .monitor.positions import HangWatch, time_before
+
+    has_recorder = collectives.has_recorder()
+    if not has_recorder and not before_torch and job.is_main:
+        _log.warning(
+            f"torch {torch.__version__} does not record the collectives of {job.backend} "
+            f"(TORCH_FR_BUFFER_SIZE={os.environ.get('TORCH_FR_BUFFER_SIZE', '')!r}): the cause "
+            "of a hang is then found from stacks and counts of collectives alone. Unset this "
+            "variable if it is 0; otherwise use a newer torch"
+        )
+    recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
+    limit = time_before(seconds) if before_torch else seconds
+    return HangWatch(limit, job.world_size, recorded=recorded, before_torch=before_torch)
 
 
 def _log_start(job: Distributed, found: Rendezvous) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.cluster.hosts import Hosts
 from tests.faults import hangs
 from tests.faults.hangs import HangLab, Result
+from tests.faults.replay import judge
 from utils.monitor.hang import Collective, Group, Position, ProcessState, Work, describe
 from utils.monitor.positions import HangWatch, Heartbeat
 
@@ -81,6 +82,9 @@ def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str) -> Non
     if kind == "blocked-loader":
         files = sorted(hang_lab.hosts.folder.glob("*-blocked-loader/hang-*/rank*.txt"))
         assert [file.name for file in files] == [f"rank{rank}-h{rank // 2 + 1}.txt" for rank in range(8)]
+        assert files[5].read_text().partition("Thread MainThread:")[2].lstrip().startswith('File "')
+        again, ranks = judge(files[0].parent / "positions.json")
+        assert ranks == {5} and again in result.output
         hung, waiting = files[5].read_text(), files[0].read_text()
         assert "hangs.py" in hung and " in go_wrong" in hung and "all_reduce of [[16]]" in hung
         assert "NOT ENDED, at " in waiting and "NOT ENDED" not in hung

@@ -29,7 +29,8 @@ PROGRAMS = {
 """, "rank 1 on .* failed: RuntimeError: no gradient in the step before for vision.weight, vision.bias: this rank's"),
     "another shape": ("""
     DDP(Parts(10 - job.rank))
-""", r"rank 1 on .* failed: RuntimeError: the ranks build different models: out.weight has the shape \[9, 8\] on rank 1"),
+""", r"rank 1 on .* failed: RuntimeError: the ranks build different models: out.weight has the shape \[9, 8\] on "
+     "rank 1"),
     "a frozen layer": ("""
     model = Parts()
     if job.rank == 1:

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.unit.programs import python
+from tests.unit.programs import ROOT, python
 from utils.distributed import Distributed, setup_distributed
 from utils.host import device
 from utils.launch_error import LaunchError
@@ -128,3 +130,27 @@ def test_unknown_effects_and_hangs_without_the_monitor_are_refused(monkeypatch: 
     monkeypatch.setenv("DDPKIT_WITHOUT", "monitor")
     with pytest.raises(LaunchError, match="hang_timeout is set, but DDPKIT_WITHOUT names the monitor"):
         setup_distributed("gloo", hang_timeout=9)
+
+
+IF_IS_MAIN = """
+from utils import setup_distributed
+with setup_distributed("gloo", collective_timeout=20) as job:
+    job.all_reduce_mean(1.0)
+    if job.is_main:
+        job.barrier()
+    job.all_reduce_mean(2.0)
+"""
+
+
+def test_a_hang_is_explained_by_default_before_torch_ends_it(tmp_path: Path) -> None:
+    done = python("-c", IF_IS_MAIN, ranks=2, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert done.returncode == 1 and re.search(
+        r"rank 0 on .* entered another collective 2: barrier .*; rank 1 on .* all_reduce .*\. One of these is a "
+        "collective that only some ranks call", done.stderr), done.stderr
+    assert "The ranks hang: no progress for 1" in done.stderr and [*tmp_path.glob("hang-*/positions.json")]
+
+
+def test_a_wrong_hang_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPKIT_HANG_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="DDPKIT_HANG_TIMEOUT is 'soon'; expected seconds, 'auto', or 0 for none"):
+        setup_distributed()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..host.cores import format_ranges
-from .counts import sequence_number, total_collectives
+from .counts import group_timeout, sequence_number, total_collectives
 from .hang import Collective, Group, thread_location, user_frame
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -51,7 +51,8 @@ def read_collectives(
             ranks = dist.get_process_group_ranks(process_group)
             label = _label(process_group, format_ranges(ranks))
             members[str(process_group.group_name)] = label, ranks
-            groups[label] = Group(format_ranges(ranks), sequence_number(process_group))
+            entered, timeout = sequence_number(process_group), group_timeout(process_group)
+            groups[label] = Group(format_ranges(ranks), entered, timeout=timeout)
     try:
         recorded = [trace.get("entries") or [] for trace in traces]
         entries = sorted(itertools.chain(*recorded), key=lambda one: int(one["time_created_ns"]))
@@ -69,7 +70,7 @@ def read_collectives(
             entered = last["number"] if last else 0 if is_complete or entered == 0 else None
         thread = last["thread"] if last and last["thread"] in frames else main
         location = thread_location(frames.get(thread))
-        groups[label] = Group(group.ranks, entered, location, thread)
+        groups[label] = Group(group.ranks, entered, location, thread, group.timeout)
 
     old = [c for c in calls[:-count] if c["pending"] or c is newest.get(c["group"])]
     kept = old + calls[-count:]

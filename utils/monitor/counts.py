@@ -23,6 +23,16 @@ def total_collectives() -> int:
     return sum(sequence_number(group) or 0 for group in list(dist.distributed_c10d._world.pg_map))
 
 
+def group_timeout(group: dist.ProcessGroup | None) -> float | None:
+    """Return the seconds after which torch ends a collective of a group; None where unknown."""
+    try:
+        [device, *_] = group._device_types  # type: ignore[union-attr]
+        seconds = group._get_backend(device).options._timeout.total_seconds()  # type: ignore
+        return float(seconds)
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
 def sequence_number(group: dist.ProcessGroup) -> int | None:
     """Return how many collectives of a group this rank has entered; None where not counted."""
     try:

@@ -42,6 +42,7 @@ class Group(NamedTuple):
     entered: int | None  # the number of its newest collective; None where unknown
     location: str = ""  # now, of the thread that entered it
     thread: int = 0
+    timeout: float | None = None  # seconds, of its collectives; None where unknown
 
 
 class Work(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import sys
 import time
@@ -132,9 +133,11 @@ class Inspection:
                 watch.restart()
             self._next_beat = now + watch.interval
             # Ends a rank that cannot run this thread, because it holds the GIL, after the others.
-            with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
-                seconds = 1.1 * BUSY_FACTOR * watch.limit + 5
-                faulthandler.dump_traceback_later(seconds, exit=True)
+            # It would also end one that a scheduler has suspended for as long.
+            if not watch.before_torch:
+                with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
+                    seconds = 1.1 * BUSY_FACTOR * watch.limit + 5
+                    faulthandler.dump_traceback_later(seconds, exit=True)
             watch.receive(self._monitor.rank, self._send_beat())
 
         if self._monitor.rank == 0 or 0 in self._decisions.departed:
@@ -227,6 +230,19 @@ class Inspection:
             "status 1\n",
             cause,
             folder,
+            self._positions_as_json(),
+        )
+
+    def _positions_as_json(self) -> str:
+        """Return what was judged, for `python -m tests.faults.replay`."""
+        decisions = self._decisions
+        return json.dumps(
+            {
+                "hosts": decisions.hosts,
+                "departed": self._monitor.departed_ranks(),
+                "positions": decisions.positions,
+            },
+            indent=1,
         )
 
 

@@ -104,6 +104,8 @@ class Monitor:
         self.collective_failed = False  # the last one of this rank
         self._hung_rank_timeout = hung_rank_timeout
         self._inspection: Inspection | None = None
+        self._make_watch: Callable[[], HangWatch] | None = None
+        self._watch_at = 0.0  # monotonic seconds
         self._reported = False  # to launch.py
 
         self._lock = threading.RLock()
@@ -147,10 +149,10 @@ class Monitor:
         _current = self
         return self.decisions.start_failure
 
-    def watch(self, watch: HangWatch) -> None:
-        """Look for hangs from now on, and end this process when the ranks hang."""
+    def watch(self, make_watch: Callable[[], HangWatch], seconds: float = 0.0) -> None:
+        """Look for hangs, so many seconds from now on, and end this process when the ranks hang."""
         with self._lock:
-            self.inspection.watch = watch
+            self._make_watch, self._watch_at = make_watch, time.monotonic() + seconds
         self._wake()
 
     @property
@@ -285,6 +287,8 @@ class Monitor:
                 stuck = decisions.find_stuck(now, self.own.progress(), self.read_calls)
                 if stuck:
                     self.end_all(stuck.message, stuck.cause)
+            if self._make_watch and now >= self._watch_at and not self.leaving:
+                self.inspection.watch, self._make_watch = self._make_watch(), None
             if self._inspection and self._inspection.watch:
                 self._inspection.watch_ranks()
             if self.leaving and self._acknowledged.issuperset(decisions.others()):
@@ -296,7 +300,9 @@ class Monitor:
             return 0.05
         if self._inspection and self._inspection.watch:
             return self._inspection.pause()
-        return 1.0 if self.decisions.departed else None
+        if self.decisions.departed:
+            return 1.0
+        return max(0.0, self._watch_at - time.monotonic()) if self._make_watch else None
 
     def _read(self, connection: Channel) -> None:
         peer = self.peers[connection]
@@ -379,16 +385,19 @@ class Monitor:
 
     # The end of ranks ----------------------------------------------------------------------------
 
-    def end_all(self, message: str, cause: Failure, folder: str = "") -> None:
-        """Print a message, and end all ranks that can still be reached. folder: for their files."""
+    def end_all(self, message: str, cause: Failure, folder: str = "", positions: str = "") -> None:
+        """Print a message, and end all ranks that can still be reached.
+
+        folder: for their files, and for a file with the positions.
+        """
         sys.stderr.write(message)
         sys.stderr.flush()
         self.send_all({"kind": "hang", "cause": cause, "folder": folder})
         self.hang_announced = True
         self.report_to_launcher(cause)
-        self._end_hang(folder, cause, cause.text)
+        self._end_hang(folder, cause, cause.text, positions)
 
-    def _end_hang(self, folder: str, cause: Failure, reason: str) -> None:
+    def _end_hang(self, folder: str, cause: Failure, reason: str, positions: str = "") -> None:
         """Write this rank's file and end the process, whatever its main thread does.
 
         reason: what this rank prints: the rank that has found the cause prints that.
@@ -396,10 +405,16 @@ class Monitor:
         self.hang_announced = True
         self.decisions.first = self.decisions.first or cause
 
+        def write() -> None:
+            self.own.write_report(folder, cause.text)
+            with contextlib.suppress(OSError):  # the report has said so
+                if positions:
+                    path = os.path.join(folder, "positions.json")
+                    with open(path, "w", encoding="utf-8") as file:
+                        file.write(positions)
+
         def end() -> None:
-            writer = threading.Thread(
-                target=self.own.write_report, args=(folder, cause.text), daemon=True
-            )
+            writer = threading.Thread(target=write, daemon=True)
             writer.start()
             writer.join(_REPORT_SECONDS)  # the file system may be what hangs
             time.sleep(1 + (self.rank == 0))  # until the other ranks have written theirs

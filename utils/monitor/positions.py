@@ -15,6 +15,7 @@ from typing import NamedTuple
 from .hang import (
     Position,
     ProcessState,
+    Wait,
     describe,
     describe_mismatch,
     late,
@@ -33,7 +34,13 @@ _IDLE_MEGABYTES = 1.0  # read and written between two inspections
 # holds a thousand and more.
 _MOST_HEARTBEATS = 300
 _STOPPED_OR_BUSY = "stopped, or busy in native code"
+_LEAD_SECONDS, _LEAD_SHARE = 30.0, 0.1  # before torch's own time limit
 _RANKS_PER_SECOND = 500  # heartbeats that rank 0 receives
+
+
+def time_before(timeout: float) -> float:
+    """Return the seconds without progress after which torch would soon end a collective."""
+    return timeout - min(_LEAD_SECONDS, _LEAD_SHARE * timeout)
 
 
 class Heartbeat(NamedTuple):
@@ -57,14 +64,17 @@ class HangWatch:
         world_size: int,
         *,
         recorded: bool = False,
+        before_torch: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start to watch.
 
         limit_seconds: without progress. recorded: positions show each collective that a rank waits
         in. Ranks that have entered fewer then need not be late: gloo counts sends and receives.
+        before_torch: limit_seconds is time_before(): only what torch would end soon is a hang.
         """
-        self._recorded = recorded
+        self._recorded, self.before_torch = recorded, before_torch
+        self._busy_factor = 1 if before_torch else BUSY_FACTOR
         self.limit = limit_seconds
         interval = min(max(1.0, limit_seconds / _MOST_HEARTBEATS), limit_seconds / 8)
         self.interval = max(interval, world_size / _RANKS_PER_SECOND)
@@ -140,7 +150,10 @@ class HangWatch:
                 rank in first and _is_idle(first[rank], position, elapsed)
                 for rank, position in positions.items()
             )
-            return self.describe(positions, hosts, departed) if is_idle else ""
+            is_hang = is_idle and not self.before_torch
+            return self.describe(positions, hosts, departed) if is_hang else ""
+        if self.before_torch and not self._ends_soon(waiting, positions):
+            return ""
         awaited = set(late(positions, running))
         others = [wait.awaited for its_waits in waiting.values() for wait in its_waits]
         if self._recorded:  # waiting takes no CPU then
@@ -169,7 +182,7 @@ class HangWatch:
         }
         is_waited_for = native.keys() == set(missing) and not describe_mismatch(positions, hosts)
         if (busy or native) and is_waited_for:
-            if self.seconds_without_progress() < BUSY_FACTOR * self.limit:
+            if self.seconds_without_progress() < self._busy_factor * self.limit:
                 self._notice({**busy, **native}, positions, hosts)
                 return ""
         self._busy = busy
@@ -196,6 +209,18 @@ class HangWatch:
             return left
         cause = describe(positions, hosts, running, self._describe_silent(missing, hosts))
         return cause + "".join(f". Rank {rank} is {use}" for rank, use in self._busy.items())
+
+    def _ends_soon(
+        self, waiting: Mapping[int, list[Wait]], positions: Mapping[int, Position]
+    ) -> bool:
+        """Whether torch's time limits of all groups in which ranks wait end the job soon."""
+        groups = (
+            positions[rank].groups.get(wait.call["group"])
+            for rank, its_waits in waiting.items()
+            for wait in its_waits
+        )
+        limits = [time_before(group.timeout) for group in groups if group and group.timeout]
+        return self.seconds_without_progress() >= max(limits, default=self.limit)
 
     def _none_waits(self, positions: Mapping[int, Position], running: list[int]) -> bool:
         if waits(positions, running):
@@ -228,7 +253,7 @@ class HangWatch:
             f"{ranks}. The other ranks have waited in a collective for "
             f"{self.seconds_without_progress():.0f} s. If that is intended, call "
             "report_progress() there, or set a larger hang_timeout. Otherwise the job ends after "
-            f"{BUSY_FACTOR * self.limit:.0f} s\n"
+            f"{self._busy_factor * self.limit:.0f} s\n"
         )
 
     def restart(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import json
 import os
 import re
@@ -63,10 +62,8 @@ _PEER_FAILURES = {
     r"|store that rank 0 or torchrun serves is no longer reachable",
     "timeout": r"[Tt]im(e|ed|ing) ?out|monitoredBarrier",
 }
-_TORCH_AND_KIT = tuple(
-    os.path.join(os.path.dirname(os.path.abspath(path)), "")
-    for path in (torch.__file__, os.path.dirname(__file__))
-)
+_KIT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_TORCH_AND_KIT = (os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), ""), _KIT)
 
 
 class Shutdown:
@@ -301,12 +298,27 @@ def write_hang_report(rank: int, folder: str, cause: str) -> None:
 
 
 def _write_stacks(file: TextIO, cause: str) -> None:
+    """Write the stacks, those of the script before those of the kit's own threads."""
     from .collectives import show_collectives
 
-    file.write(f"{cause}\n\nStacks, innermost frame first:\n\n")
-    file.flush()
-    faulthandler.dump_traceback(file, all_threads=True)
+    file.write(f"{cause}\n\nStacks, innermost frame last:\n")
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    main = threading.main_thread()
+    stacks = []
+    for ident, frame in sys._current_frames().items():
+        thread = threads.get(ident)
+        lines = traceback.format_stack(frame)
+        is_of_kit = thread is not main and all(_is_of_kit(line) for line in lines)
+        stacks.append((is_of_kit, thread is not main, thread.name if thread else "", lines))
+    for *_, name, lines in sorted(stacks, key=lambda stack: stack[:2]):
+        file.write(f"\nThread {name}:\n{''.join(lines)}")
     file.write(f"\n{show_collectives()}")
+
+
+def _is_of_kit(line: str) -> bool:
+    """Whether a line of a stack is in this package, or in the library that starts its threads."""
+    path = line.split('"')[1] if '"' in line else ""
+    return path.startswith((_KIT, os.path.dirname(threading.__file__)))
 
 
 def _write_error_file(cause: str, *, is_root_cause: bool) -> None:
