@@ -37,10 +37,6 @@ class Participants:
     device: torch.device
     group: ProcessGroup | None = None  # None: all ranks
 
-    def global_rank(self, rank: int) -> int:
-        """Return the number of a rank of the group among all ranks."""
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
 
 class Operation:
     """One collective with buffers of `count` elements; a subclass for each.
@@ -50,17 +46,14 @@ class Operation:
     """
 
     name = ""
-    redop = "none"
-    root = -1
     in_place = False
-    sends_block = receives_block = exchanges_blocks = False
+    sends_block = receives_block = False
     passes = 1  # of all data through the ring
-    bus_factor: float | None = None  # where the bus bandwidth is not that of a ring
 
     def __init__(self, ranks: Participants, size: int) -> None:
         self.ranks = ranks
         count = max(1, size // _ITEM_BYTES)
-        if self.sends_block or self.receives_block or self.exchanges_blocks:
+        if self.sends_block or self.receives_block:
             count = -(-count // ranks.size) * ranks.size
         self.count, self.size = count, count * _ITEM_BYTES
         block = count // ranks.size
@@ -69,7 +62,7 @@ class Operation:
         if not self.in_place:
             self.output = self.ones(block if self.receives_block else count)
         # Bus bandwidth / algorithm bandwidth.
-        self.factor = self.bus_factor or self.passes * (ranks.size - 1) / ranks.size
+        self.factor = self.passes * (ranks.size - 1) / ranks.size
 
     def run(self) -> None:
         """Run the collective once."""
@@ -101,7 +94,6 @@ class Operation:
 
 class AllReduce(Operation):
     name = "all_reduce"
-    redop = "sum"
     in_place = True
     passes = 2
 
@@ -130,23 +122,6 @@ class ReduceScatter(AllReduce):
         return super().expected().chunk(self.ranks.size)[self.ranks.rank]
 
 
-class Broadcast(Operation):
-    name = "broadcast"
-    root = 0
-    in_place = True
-    bus_factor = 1.0
-
-    def run(self) -> None:
-        dist.broadcast(self.input, self.ranks.global_rank(0), group=self.ranks.group)
-
-    def fill(self) -> None:
-        if self.ranks.rank == 0:
-            super().fill()
-
-    def expected(self) -> Tensor:
-        return self.sequence(self.count, 0)
-
-
 class AllGather(Operation):
     name = "all_gather"
     sends_block = True
@@ -158,42 +133,8 @@ class AllGather(Operation):
         return torch.cat([self.sequence(len(self.input), rank) for rank in range(self.ranks.size)])
 
 
-class AllToAll(Operation):
-    name = "all_to_all"
-    exchanges_blocks = True
-
-    def run(self) -> None:
-        dist.all_to_all_single(self.output, self.input, group=self.ranks.group)
-
-    def fill(self) -> None:
-        own = self.ranks.rank
-        self.input.copy_(torch.cat([self._block(own, to) for to in range(self.ranks.size)]))
-
-    def expected(self) -> Tensor:
-        own = self.ranks.rank
-        return torch.cat([self._block(sender, own) for sender in range(self.ranks.size)])
-
-    def _block(self, sender: int, receiver: int) -> Tensor:
-        return self.sequence(self.count // self.ranks.size, 31 * sender + receiver)
-
-
-class SendRecv(Operation):
-    """Each rank sends to the next one and receives from the one before."""
-
-    name = "send_recv"
-    bus_factor = 1.0
-
-    def run(self) -> None:
-        before, after = ((self.ranks.rank + step) % self.ranks.size for step in (-1, 1))
-        to, sender = self.ranks.global_rank(after), self.ranks.global_rank(before)
-        exchange(self.input, to, self.output, sender, self.ranks.group)
-
-    def expected(self) -> Tensor:
-        return self.sequence(self.count, (self.ranks.rank - 1) % self.ranks.size)
-
-
 OPERATIONS: dict[str, type[Operation]] = {
-    kind.name: kind for kind in (AllReduce, Broadcast, AllGather, ReduceScatter, AllToAll, SendRecv)
+    kind.name: kind for kind in (AllReduce, AllGather, ReduceScatter)
 }
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,11 +30,10 @@ Start it with any launcher, like a training:
 columns, as nccl-tests defines them (GB is 10^9 bytes):
   time     of one iteration: mean over the iterations and ranks, without the barrier
   algbw    size / time
-  busbw    algbw * factor: all_reduce 2(n-1)/n; all_gather, reduce_scatter and all_to_all (n-1)/n;
-           broadcast and send_recv 1
+  busbw    algbw * factor: all_reduce 2(n-1)/n; all_gather and reduce_scatter (n-1)/n
   #wrong   number of elements with a wrong value, over all ranks
   p50 p99  percentiles of the iterations; the slowest rank gives the time of an iteration
-all_reduce and broadcast run in place, the others out of place.
+all_reduce runs in place, the others out of place.
 """
 
 
@@ -73,7 +71,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("-n", "--iters", type=int, default=20, metavar="N", help="timed iterations; default: 20")
     output = one.add_argument_group("output")
     add = output.add_argument
-    add("-J", "--output_file", type=Path, metavar="FILE", help="write JSON as nccl-tests does")
+    add("--json", type=Path, metavar="FILE", help="write the table, or the pairs")
     add("--png", type=Path, metavar="FILE", help="draw the bus bandwidth (needs matplotlib)")
     add("--links", type=Path, metavar="FILE", help="write latency and bandwidth for ddpkit plan")
     two = commands.add_parser(
@@ -131,21 +129,20 @@ def _collectives(args: argparse.Namespace) -> int:
 
 def _sweep(args: argparse.Namespace, job: Distributed, ranks: Participants) -> int:
     sweep = collectives.Sweep(args.minbytes, args.maxbytes, args.iters)
-    start, results = time.time(), list[collectives.CollectiveResult]()
-    devices = gather_objects(collectives.describe_rank(ranks))
-    stop = collectives.StopRequest(ranks)
+    results: list[collectives.CollectiveResult] = []
     _log.info(collectives.HEADER)
 
     def report(result: collectives.CollectiveResult) -> None:
         results.append(result)
         _log.info(collectives.show(result))
-        if args.output_file and job.is_main:  # after each size: a kill loses no earlier result
-            text = collectives.as_json(results, sweep, devices, start)
-            collectives.write(args.output_file, text)
+        if args.json and job.is_main:  # after each size: a kill loses no earlier result
+            rows = [collectives.as_dict(one) for one in results]
+            content = {"backend": job.backend, "ranks": job.world_size, "hosts": job.num_nodes}
+            collectives.write(args.json, json.dumps({**content, "results": rows}, indent=1) + "\n")
 
     names = args.operations or list(OPERATIONS)
-    missing = collectives.measure_all(names, sweep, ranks, stop, report)
-    if args.links and not stop.agreed():
+    missing = collectives.measure_all(names, sweep, ranks, report)
+    if args.links:
         inside, between = links.measure_links(sweep, ranks, job.node_rank, results)
         if job.is_main:
             links.write_links(args.links, job.backend, job.num_nodes, inside, between)
@@ -170,9 +167,9 @@ def _pairs(args: argparse.Namespace, job: Distributed) -> int:
     for (a, b), one in measured.items():
         gigabytes, micro = one.bandwidth / 1e9, one.latency * 1e6
         _log.info(f"  {names[a]:>14} {names[b]:>14} {gigabytes:>8.4f} {micro:>8.1f}")
-    if args.output_file and job.is_main:
+    if args.json and job.is_main:
         rows = [{"hosts": [names[a], names[b]], **vars(one)} for (a, b), one in measured.items()]
-        collectives.write(args.output_file, json.dumps({"pairs": rows}, indent=1) + "\n")
+        collectives.write(args.json, json.dumps({"pairs": rows}, indent=1) + "\n")
     _log.info(host_pairs.describe(bandwidths, names))
     return 0
 
