@@ -5,8 +5,7 @@ two processes   torchrun --standalone --nproc-per-node 2 examples/06_unet_fields
 any MPI         mpiexec -n 4 python examples/06_unet_fields.py
 Slurm job       sbatch -A ACCOUNT -N 2 --gpus-per-node=4 jobs/slurm.sh examples/06_unet_fields.py
 PBS job         ARGS=examples/06_unet_fields.py qsub -A ACCOUNT jobs/pbs.sh
-weak scaling    torchrun --standalone --nproc-per-node 2 -m ddpkit bench ddp --full-only \\
-                    examples/06_unet_fields.py
+weak scaling    ddpkit bench ddp -n 2 --full-only examples/06_unet_fields.py
 
 The network receives a field and a steady flow, and predicts the field one time unit later. A
 spectral solver computes the truth of each sample from the sample's seed: there is nothing to

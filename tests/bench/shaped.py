@@ -41,12 +41,3 @@ def start_ranks(hosts: Hosts, words: Sequence[str], *, threads: int = 1) -> list
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, env={name: str(value) for name, value in env.items()}))
     return started
-
-
-def run_ranks(hosts: Hosts, words: Sequence[str], *, threads: int = 1, seconds: float = 400) -> str:
-    """Run one rank on each host; return the output of rank 0. Raises AssertionError where a rank fails."""
-    started = start_ranks(hosts, words, threads=threads)
-    outputs = [process.communicate(timeout=seconds)[0] for process in started]
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, "\n".join(outputs) if process is started[0] else output
-    return outputs[0]

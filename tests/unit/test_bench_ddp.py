@@ -1,7 +1,6 @@
 """bench.py ddp names planted causes."""
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -9,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from tests.cluster.hosts import wait_until
 from tests.unit.programs import ROOT, python
 from utils.tools.bench import bench_cli as cli
 from utils.tools.bench import scaling, worker
+from utils.tools.bench.trials import Trials
 from utils.tools.bench.worker import Phase, TrialReport
 
 TRAINING = "tests/bench/training.py"
@@ -80,26 +80,26 @@ while True:
 """
 
 
-def run_worker(script: str, folder: Path, world_size: int) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run rank 0 of a trial; return what it printed, and its report."""
-    path, output = folder / "script.py", folder / "report"
+def run_worker(script: str, folder: Path, world_size: int) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run rank 0 of a trial; return what it printed, and its report, {} without one."""
+    path = folder / "script.py"
     path.write_text(script)
     phases = [("sync", 2), ("local", 3), ("sync", 2)]  # with 2 settling steps before each
-    trial = worker.Trial(phases, str(output))
-    return python("-m", "utils.tools.bench.worker", str(path), env={
-        worker.VARIABLE: json.dumps(dataclasses.asdict(trial)), "RANK": "0", "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}), output
+    trial = json.dumps(dataclasses.asdict(worker.Trial(phases)))
+    done = python("-m", "utils.tools.bench.worker", trial, str(path), env={
+        "RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    found = re.search(f"^{worker.RESULT}(.*)$", done.stdout, re.MULTILINE)
+    return done, json.loads(found[1])[0] if found else {}
 
 
 def test_all_models_of_a_script_are_measured(tmp_path: Path) -> None:
-    done, output = run_worker(SEVERAL_MODELS, tmp_path, 1)
-    assert output.exists(), done.stderr
-    exchanges = {tuple(line.split()) for line in done.stdout.splitlines()}
+    done, found = run_worker(SEVERAL_MODELS, tmp_path, 1)
+    assert found, done.stderr
+    exchanges = {tuple(line.split()) for line in done.stdout.splitlines() if line[:1] in ("G", "D")}
     # A local step begins in the backward pass after the first optimizer of the step before.
     for name, first in {"G": 10, "D": 9}.items():
         steps = {int(step) for model, step in exchanges if model == name}
         assert steps.isdisjoint(range(first, 14)) and steps.issuperset({*range(1, 9), 15, 16}), exchanges
-    found = json.loads(output.read_text())
     assert (found["passes"], found["exchanges"]) == (2, 2)
     assert found["gradient_bytes"] == 4 * (20 + 5)
 
@@ -129,8 +129,8 @@ while True:
 def test_slow_rank_is_found_although_the_script_waits_for_it(tmp_path: Path) -> None:
     script, table = tmp_path / "script.py", tmp_path / "table.json"
     script.write_text(SLOW_RANK)
-    done = python("utils", "bench", "ddp", "--full-only", "--steps", "3", "--json", str(table), str(script),
-                  ranks=2)
+    done = python("utils", "bench", "ddp", "--full-only", "--steps", "3", "--json", str(table), "-n", "2",
+                  str(script))
     assert re.search(r"% efficiency \(weak scaling\) on 2 ranks", done.stdout), done.stdout + done.stderr
     points = json.loads(table.read_text())["points"]
     assert [point["ranks"] for point in points] == [1, 2] and points[1]["step"] > 0
@@ -152,45 +152,51 @@ while True:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_several_ranks_need_ddp_but_one_rank_trains_without(tmp_path: Path, ranks: int) -> None:
-    done, output = run_worker(WITHOUT_DDP, tmp_path, ranks)
+    done, found = run_worker(WITHOUT_DDP, tmp_path, ranks)
     if ranks > 1:
-        assert "the script has created no DistributedDataParallel" in done.stderr and not output.exists()
+        assert "the script has created no DistributedDataParallel" in done.stderr and not found
         return
-    assert output.exists(), done.stderr
-    found = json.loads(output.read_text())
+    assert found, done.stderr
     assert (found["passes"], found["exchanges"], found["gradient_bytes"]) == (1, 0, 0)
     assert found["phases"]["local"]["steps"] == 3
 
 
-class FakeTrials:
-    """Trials that take no time."""
+class FakeTrials(Trials):
+    """Trials that take no time, on hosts with these numbers of ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *ranks_of_hosts: int) -> None:
         self.batches: list[tuple[int, int]] = []
-
-    def hosts(self, ranks: int) -> int:
-        return 1
+        self._ranks_of_hosts, self.world_size = ranks_of_hosts, sum(ranks_of_hosts)
 
     def run(self, ranks: int, batch: int, phases: Sequence[tuple[str, int]]) -> list[TrialReport]:
         self.batches.append((ranks, batch))
         return [HEALTHY] * ranks
 
 
-def bench_ddp(monkeypatch: pytest.MonkeyPatch, world_size: int, *words: str) -> FakeTrials:
-    """Run `bench.py ddp` with such trials; return them."""
-    job, trials = SimpleNamespace(world_size=world_size, is_main=True), FakeTrials()
-    monkeypatch.setattr(cli, "start_trials", lambda *_: contextlib.nullcontext((job, trials)))
+def bench_ddp(monkeypatch: pytest.MonkeyPatch, trials: FakeTrials, *words: str) -> list[tuple[int, int]]:
+    """Run `bench ddp` with such trials; return ranks and batch of each."""
+    monkeypatch.setattr(cli, "Trials", lambda *_: trials)
     assert cli.main(["ddp", *words]) == 0
-    return trials
+    return trials.batches
 
 
 def test_strong_scaling_skips_ranks_that_cannot_share_the_batch(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ddpkit")
-    trials = bench_ddp(monkeypatch, 6, "--batch", "1", "train.py", "{batch}")
-    assert trials.batches == [*((ranks, 1) for ranks in (1, 2, 4, 6)), (1, 6), (2, 3), (6, 1)]
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    batches = bench_ddp(monkeypatch, FakeTrials(6), "--batch", "1", "train.py", "{batch}")
+    assert batches == [*((ranks, 1) for ranks in (1, 2, 4, 6)), (1, 6), (2, 3), (6, 1)]
     assert ("# strong scaling on 4 ranks is not measured: they cannot share a global batch of 6 equally. "
-            "Use another --batch") in caplog.messages
+            "Use another --batch") in capsys.readouterr().out
+
+
+def test_hosts_have_the_same_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = bench_ddp(monkeypatch, FakeTrials(3, 3, 3), "train.py")
+    assert [ranks for ranks, _ in batches] == [1, 2, 4, 9]  # 8 cannot be divided among three hosts
+
+
+def test_ranks_of_another_launch_are_refused(tmp_path: Path) -> None:
+    """Each would start all ranks."""
+    done = python("utils", "bench", "ddp", TRAINING, ranks=2)
+    assert done.returncode == 2 and "It starts all ranks itself. Run it once, without a launcher" in done.stderr
 
 
 def test_terminated_command_leaves_no_trial(tmp_path: Path) -> None:
@@ -205,6 +211,6 @@ def test_terminated_command_leaves_no_trial(tmp_path: Path) -> None:
 
 
 def test_trial_that_fails_names_rank_and_output() -> None:
-    done = python("utils", "bench", "ddp", TRAINING, "--bad-option")
+    done = python("utils", "bench", "ddp", "-n", "2", TRAINING, "--bad-option")
     assert done.returncode == 1
-    assert re.search(r"rank 0 of 1: .*unrecognized arguments: --bad-option", done.stderr, re.DOTALL)
+    assert re.search(r"1 ranks: exit status 2.*unrecognized arguments: --bad-option", done.stderr, re.DOTALL)

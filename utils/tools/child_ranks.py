@@ -1,4 +1,4 @@
-"""Start processes as ranks of another launch than this one: in trials of `doctor` and `bench`."""
+"""Start processes as ranks of another launch than this one: in a check of `doctor`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def words(module: str) -> list[str]:
 
     Not -m: the folder that this command runs in would come first, and may have its own `utils`.
     """
-    program = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {module} import main; main()"
+    program = (
+        f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {module} import main; "
+        "sys.exit(main())"
+    )
     return [sys.executable, "-c", program]
 
 

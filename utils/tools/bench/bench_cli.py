@@ -6,18 +6,20 @@ import argparse
 import json
 import re
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...distributed import Distributed, setup_distributed
-from ...log import get_logger
+from ...launch_error import LaunchError
+from ...log import get_logger, print_result
 from .. import host_pairs
 from ..arguments import ArgumentParser
 from ..charts import draw_lines
 from ..operations import OPERATIONS, Participants, gather_objects
 from . import collective_bench as collectives
 from . import links, scaling
-from .trials import TrialFailed, start_trials
+from .trials import TrialFailed, Trials
 
 _log = get_logger(__name__)
 _EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "03_text_lm.py"
@@ -77,13 +79,15 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     two = commands.add_parser(
         "ddp",
         help="measure how a training scales, and where its time goes",
-        description="Run a training script on 1, 2, 4, ... ranks of this launch. The script writes "
-        "its own files: start with an empty checkpoint folder.",
+        description="Run a training script on 1, 2, 4, ... ranks, by ddpkit launch. The script "
+        "writes its own files: start with an empty checkpoint folder.",
         epilog=scaling.COLUMNS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     two.set_defaults(run=_ddp)
     add = two.add_argument
+    add("-n", "--ntasks", type=int, metavar="N", help="ranks in all; default: as ddpkit launch")
+    add("--launcher", default="auto", metavar="NAME", help="as of ddpkit launch; default: auto")
     add("--batch", type=int, default=8, metavar="N", help="for {batch} in ARGUMENTS; default: 8")
     add("--steps", type=int, default=10, metavar="N", help="measured per phase; default: 10")
     add("--trial-timeout", type=float, default=600, metavar="SECONDS", help="default: 600")
@@ -194,37 +198,48 @@ def _ddp(args: argparse.Namespace) -> int:
     kinds = ["weak"]
     if "{batch}" in " ".join(script) and not args.full_only:
         kinds.append("strong")  # the global batch can be kept
-    with start_trials(script, args.trial_timeout) as (job, trials):
-        numbers = scaling.numbers_of_ranks(job.world_size)
-        numbers = [1, job.world_size] if args.full_only else numbers
-        points: list[scaling.MeasuredPoint] = []
-        _log.info(scaling.HEADER)
-        try:
-            for kind in kinds:
-                first = None
-                for ranks in numbers:
-                    batch = scaling.batch_per_rank(kind, args.batch, job.world_size, ranks)
-                    if batch is None:
-                        _log.info(
-                            f"# strong scaling on {ranks} ranks is not measured: they cannot share "
-                            f"a global batch of {args.batch * job.world_size} equally. Use another "
-                            "--batch"
-                        )
-                        continue
-                    reports = scaling.run(trials, ranks, args.steps, batch)
-                    point = scaling.split(kind, trials.hosts(ranks), reports, first)
-                    first = first or point
-                    points.append(point)
-                    _log.info(point.show())
-        except TrialFailed as error:
-            if job.is_main:
-                _log.error("%s", error)
-            return 1
-        weak = next(one for one in reversed(points) if one.kind == "weak")
-        if job.is_main:
-            _write_points(args, points, script)
-        _log.info(scaling.explain(weak, scaling.find_causes(weak)))
+    options = ["--launcher", args.launcher]
+    if args.ntasks:
+        options += ["-n", str(args.ntasks)]
+    try:
+        trials = Trials(script, options, args.trial_timeout)
+        points = _measure(args, trials, kinds)
+    except LaunchError as error:
+        print(f"ddpkit bench: error: {error}", file=sys.stderr)
+        return 2
+    except TrialFailed as error:
+        print(f"ddpkit bench: error: {error}", file=sys.stderr)
+        return 1
+    weak = next(one for one in reversed(points) if one.kind == "weak")
+    _write_points(args, points, script)
+    print_result(scaling.explain(weak, scaling.find_causes(weak)))
     return 0
+
+
+def _measure(
+    args: argparse.Namespace, trials: Trials, kinds: Sequence[str]
+) -> list[scaling.MeasuredPoint]:
+    """Measure and print each kind of scaling on each number of ranks."""
+    world_size = trials.world_size
+    numbers = [1, world_size] if args.full_only else scaling.numbers_of_ranks(world_size)
+    points: list[scaling.MeasuredPoint] = []
+    print_result(scaling.HEADER)
+    for kind in kinds:
+        first = None
+        for ranks in filter(trials.can_run, numbers):
+            batch = scaling.batch_per_rank(kind, args.batch, world_size, ranks)
+            if batch is None:
+                print_result(
+                    f"# strong scaling on {ranks} ranks is not measured: they cannot share a "
+                    f"global batch of {args.batch * world_size} equally. Use another --batch"
+                )
+                continue
+            reports = scaling.run(trials, ranks, args.steps, batch)
+            point = scaling.split(kind, trials.hosts(ranks), reports, first)
+            first = first or point
+            points.append(point)
+            print_result(point.show())
+    return points
 
 
 def _write_points(

@@ -1,6 +1,6 @@
 """Run a training script, and measure its steps.
 
-trials.py starts it for each rank, with a Trial in the environment. A step ends with the step of the
+trials.py starts it for each rank; the first argument is a Trial. A step ends with the step of the
 first optimizer that the script uses. Phases in which the ranks exchange gradients alternate with
 phases in which each rank trains alone. The difference in time is the cost of the communication.
 """
@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from ..operations import AllReduce, Participants, time_iterations
+from ..operations import AllReduce, Participants, gather_objects, time_iterations
 from ..script_modules import name_conflict, script_modules
 
-VARIABLE = "DDPKIT_TRIAL"
+RESULT = "ddpkit-trial "  # before the reports of all ranks, in the output of rank 0
 SETTLING_STEPS = 2  # of each phase, not measured: the ranks wait for each other again
 WARM_UP_STEPS = 5  # not measured
 # Work.wait() is timed, too.
@@ -47,7 +47,6 @@ class Trial:
     """How to run the script. phases: "sync" or "local", each with a number of steps."""
 
     phases: list[tuple[str, int]]
-    output: str
 
 
 @dataclass
@@ -219,7 +218,11 @@ class Recorder:
         # What scaling.find_causes() needs.
         if ddps and any(kind == "local" for kind, _ in self._trial.phases):
             report.whole_seconds = _time_all_reduce(report.gradient_bytes, parameters[0].device)
-        Path(self._trial.output).write_text(json.dumps(asdict(report)))
+        reports = [asdict(report)]
+        if dist.is_initialized():
+            reports = gather_objects(asdict(report))
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"\n{RESULT}{json.dumps(reports)}", flush=True)
 
 
 def _refuse_spawn(*args: object, **options: object) -> None:
@@ -244,8 +247,8 @@ def _synchronize() -> None:
 
 
 def main() -> None:
-    trial = Trial(**json.loads(os.environ[VARIABLE]))
-    script, *arguments = sys.argv[1:]
+    content, script, *arguments = sys.argv[1:]
+    trial = Trial(**json.loads(content))
     recorder = Recorder(trial)
     recorder.install()
     sys.argv = [script, *arguments]

@@ -159,6 +159,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def ranks_of_hosts(arguments: Sequence[str]) -> tuple[int, ...]:
+    """Return how many ranks these words would start on each host. Raises LaunchError."""
+    try:
+        _check_started_once()
+        return _make_plan(parse(arguments)).ranks
+    except (AllocationError, PlanError, interpreter.InterpreterError) as error:
+        raise LaunchError(str(error)) from None
+
+
 def words_of_pbs_job(args: str) -> list[str]:
     """Return the words of ARGS, which `qsub` passes to a script instead of arguments.
 
