@@ -266,6 +266,9 @@ srun: error: n1: task 0: {{}}
 srun: Terminating StepId=4.0
 srun: error: n2: task 1: Terminated
 srun: Force Terminated StepId=4.0"""
+PREEMPTED = """slurmstepd-n1: error: *** STEP 6.0 ON n1 CANCELLED AT 2026-11-28T11:38:17 ***
+srun: error: n2: task 1: Terminated
+srun: error: n1: task 0: Terminated"""
 TASK_FAILED_26 = """srun: error: n2: task 1: {}
 srun: Terminating StepId=2.0
 [2026-11-28T11:11:05.190] error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-28T11:11:05 DUE TO TASK FAILURE ***
@@ -297,6 +300,7 @@ srun: error: n1: task 0: Terminated"""
     (TIME_LIMIT_26, f"Slurm has ended the ranks: {TIME_LIMIT_26.splitlines()[0]}", [], None),
     *((PREEMPTED_26.format(end), f"Slurm has ended the ranks: {PREEMPTED_26.splitlines()[0]}", [], None)
       for end in ("Terminated", "Exited with exit code 1")),
+    (PREEMPTED, f"Slurm has ended the ranks: {PREEMPTED.splitlines()[0]}", [], None),
     (OVER_MEMORY, f"Slurm has ended the ranks: out of memory on n2: {MEMORY}", [], "n2"),
     (OVER_MEMORY_26, f"Slurm has ended the ranks: out of memory: {MEMORY}", [], None),
     (CGROUP.format("-n2", OOM_KILL), f"Slurm has ended the ranks: out of memory on n2: {OOM_KILL}", [], "n2"),

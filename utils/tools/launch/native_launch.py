@@ -79,7 +79,8 @@ class NativeLaunch:
     def _note_reason(self) -> None:
         """Note why Slurm has ended the ranks, if it has."""
         errors, result, hosts = self._errors, self._result, self._plan.hosts
-        reason, lost_hosts = errors.reason(stopped=result.was_stopped)
+        ended_by_us = result.was_stopped or bool(result.status)
+        reason, lost_hosts = errors.reason(stopped=ended_by_us)
         result.lost_hosts.update(lost_hosts)
         if errors.out_of_memory is not None:
             host = errors.out_of_memory.host or (hosts[0] if len(hosts) == 1 else None)
@@ -229,10 +230,11 @@ class NativeLaunch:
 
     def _rank_failed_by_itself(self) -> bool:
         first = self._errors.first
-        if self._errors.signalled_before and not self._result.was_stopped:
+        result = self._result
+        if self._errors.signalled_before and not result.was_stopped and not result.status:
             return False
         ended = (0, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
-        return (first.status if first else self._result.status) not in ended
+        return (first.status if first else result.status) not in ended
 
     def _print_missing(self) -> None:
         without = self._ranks.hosts_without_ranks()
@@ -302,8 +304,9 @@ _CANCELLED = re.compile(
     _BY_SLURM + rb"\*{3} (?:JOB \S+ ON \S+ CANCELLED AT"
     rb"|STEP .* CANCELLED AT .* DUE TO (?!TASK FAILURE))"
 )
-# Also after a preemption, scancel, or a signal that ddpkit launch has sent by scancel. Since 26.05.
-_SIGNALLED = re.compile(_BY_SLURM + rb"\*{3} STEP .* CANCELLED AT .* DUE to SIGNAL ")
+# A signal from outside: a preemption, scancel, ddpkit launch itself. Before 26.05 the line has no
+# reason, and srun causes the same one after a task has failed.
+_SIGNALLED = re.compile(_BY_SLURM + rb"\*{3} STEP .* CANCELLED AT (?:\S+ \*{3}|.* DUE to SIGNAL )")
 # Of the accounting of jobs: "StepId=41.0 exceeded memory limit (2092810240 > 629145600), being
 # killed" on the host, then "Exceeded job memory limit" on any. Of a cgroup: "Detected 1 oom_kill
 # event in StepId=41.0. Some of the step tasks have been OOM Killed."
@@ -374,7 +377,7 @@ class SrunErrors:
     def reason(self, *, stopped: bool) -> tuple[str, list[str]]:
         """Return why Slurm has ended the step, in its own words, or ""; and the failed hosts.
 
-        stopped: whether ddpkit launch itself was stopped, and has signalled the step.
+        stopped: whether ddpkit launch itself has signalled or ended the step.
         """
         lost = [found for line in self._by_slurm if (found := _NODE_FAILED.match(line))]
         signalled = b"" if stopped else self._signalled
@@ -388,7 +391,7 @@ class SrunErrors:
             self.waits_for_resources = True
         if _NODE_FAILED.match(line) or _CANCELLED.match(line):
             self._by_slurm.append(line)
-        if _SIGNALLED.match(line):
+        if _SIGNALLED.match(line) and (self.first is None or b" DUE " in line):
             self._signalled = self._signalled or line
         if self.out_of_memory is None and (memory := _OUT_OF_MEMORY.match(line)):
             host = memory[1].decode() if memory[1] else None
