@@ -54,6 +54,10 @@ def chosen(pythons: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callabl
     ("", {"PATH": "{torch}/bin:/bin", "CONDA_PREFIX": "{torch2}"}, "{torch2}/bin/python (CONDA_PREFIX)"),
     ("", {"PATH": "/bin", "CONDA_PREFIX": "{torch2}", "DDPKIT_STARTED_BY": "{torch}/bin/python3"},  # after set-up lines
      "{torch}/bin/python3 (runs this script)"),
+    ("", {"PATH": "{torch}/bin:/bin", "VIRTUAL_ENV": "{torch}", "DDPKIT_STARTED_BY": "{torch2}/bin/python3"},
+     "{torch}/bin/python (VIRTUAL_ENV)"),
+    ("", {"PATH": "{torch2}/bin:{torch}/bin", "VIRTUAL_ENV": "{torch}", "CONDA_PREFIX": "{torch2}"},
+     "{torch2}/bin/python (CONDA_PREFIX)"),  # activated last
     ("torch2", {"PBS_JOBID": "1.head", "PBS_O_PATH": "{torch}/bin:/bin"},
      "{torch}/bin/python3 (PATH at submission)"),
     ("torch2", {"PYTHON": "python3", "PATH": "{torch}/bin"}, "Python for the ranks: {torch}/bin/python3 (PYTHON)")])
@@ -134,6 +138,30 @@ def test_active_python_without_torch_does_not_hide_the_kits(
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"trains with {kit}/.venv/bin/python\n"
     assert f"Passed over: {active}/bin/python" in done.stderr
+
+
+@pytest.mark.parametrize(("path", "options", "python", "is_named"), [
+    ("{torch2}/bin:{module}/bin", [], "torch2", False),  # activated after `module load`
+    ("{module}/bin:{torch2}/bin", [], "torch2", True),  # before it: `python` is that of the module
+    ("{torch2}/bin:{module}/bin", ["--python", "{torch}/bin/python"], "torch", True),
+    ("{module}/bin", [], "module", False)])
+def test_active_environment_wins_over_a_centres_module(
+        kit: Path, pythons: dict[str, Path], tmp_path: Path, path: str, options: list[str], python: str,
+        is_named: bool) -> None:
+    module = make_environment(tmp_path / "module", torch=True).parents[1]
+    folders = {**pythons, "module": module}
+    ddpkit = module / "bin" / "ddpkit"  # as pip installs it there
+    ddpkit.write_text(f"import sys\nsys.path[0] = {str(kit)!r}\nfrom utils.tools.main import main\nsys.exit(main())\n")
+    environ = {"PATH": f"{path}:{SYSTEM}".format_map(folders)}
+    if "torch2" in path:
+        environ["VIRTUAL_ENV"] = str(pythons["torch2"])
+    words = [word.format_map(folders) for word in options]
+    done = run(module, kit, str(ddpkit), "launch", *words, "train.py", **environ)
+    assert done.returncode == 0, done.stderr
+    chosen = f"{folders[python]}/bin/python"
+    assert done.stdout.startswith(f"trains with {chosen}"), done.stdout
+    first = done.stderr.splitlines()[0]
+    assert (f"ddpkit launch: Python for the ranks: {chosen}" in first) == is_named, done.stderr
 
 
 def test_image_brings_its_own_torch_and_scripts(kit: Path, pythons: dict[str, Path], tmp_path: Path) -> None:

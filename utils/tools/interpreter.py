@@ -56,7 +56,7 @@ class Interpreter(NamedTuple):
 def choose(environ: "Mapping[str, str]", *, torch: bool = True) -> Interpreter:
     """Choose the first Python with torch.
 
-    The order is PYTHON, the running one, active environments, PATH, the kit's .venv.
+    The order is PYTHON, active environments, the running one, PATH, the kit's .venv.
     environ: the environment of the ranks. torch: whether they need torch; if not, a Python without
     it is chosen where none has it.
     Raises InterpreterError where there is none, or where PYTHON names one that cannot be used.
@@ -114,21 +114,37 @@ def candidates(environ: "Mapping[str, str]") -> "Iterator[tuple[str, str]]":
     seen = set()
     for path, source in _possible_paths(environ):
         if path and os.path.isfile(path) and os.access(path, os.X_OK):
-            # python and python3 of one environment are the same.
-            identity = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
-            if identity not in seen:
-                seen.add(identity)
+            if _identity(path) not in seen:
+                seen.add(_identity(path))
                 yield os.path.abspath(path), source
+
+
+def is_of_prompt(path: str, environ: "Mapping[str, str]") -> bool:
+    """Whether `python` (`python3` where there is none) starts this Python in the user's shell."""
+    names = (shutil.which(name, path=environ.get("PATH")) for name in ("python", "python3"))
+    found = next((name for name in names if name), None)
+    return found is not None and _identity(found) == _identity(path)
+
+
+def _identity(path: str) -> "tuple[str, str]":
+    """Return what python and python3 of one environment share."""
+    return os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
 
 
 def _possible_paths(environ: "Mapping[str, str]") -> "Iterator[tuple[str | None, str]]":
     on_path = shutil.which("python3", path=environ.get("PATH", os.defpath))
     running = environ.get(STARTED_BY) or sys.executable
+    folders = environ.get("PATH", "").split(os.pathsep)
+    names = [name for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if environ.get(name)]
+    bins = {name: os.path.join(environ[name], "bin") for name in names}
+    # An environment is active where it is on PATH. Set-up lines of a job may have left one.
+    active = [name for name in names if bins[name] in folders]
+    for name in sorted(active, key=lambda name: folders.index(bins[name])):
+        yield os.path.join(bins[name], "python"), name
     if not _of_system(running):
         yield running, RUNNING
-    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-        if environ.get(name):
-            yield os.path.join(environ[name], "bin", "python"), name
+    for name in names:
+        yield os.path.join(bins[name], "python"), name
     if environ.get("PBS_JOBID") and environ.get("PBS_O_PATH"):  # PBS passes PATH under this name
         submitted = shutil.which("python3", path=environ["PBS_O_PATH"])
         if submitted is not None and not _of_system(submitted):

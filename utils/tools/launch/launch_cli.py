@@ -76,6 +76,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("-m", nargs=argparse.REMAINDER, dest="module", help=module)
     independent = "each rank is a program of its own, which may start ranks itself"
     add("--independent", action="store_true", help=independent)
+    python = "of the ranks; default: that of the active environment"
+    add("--python", metavar="PATH", help=python)
     add("--dry-run", action="store_true", help="print the exact commands and start nothing")
 
     add = parser.add_argument_group("where and how many").add_argument
@@ -201,12 +203,12 @@ def _python_for_ranks(args: argparse.Namespace) -> str:
     is_script = not args.container and interpreter.is_python(args.command)
     # An image brings its own Python, but no torchrun.
     needs_torch = is_script or args.torchrun or args.max_restarts > 0
-    environ = dict(os.environ)
+    environ = {**os.environ, **({"PYTHON": args.python} if args.python else {})}
     if args.container and not needs_torch:
         environ.pop("PYTHON", None)  # that of the image
     chosen = interpreter.choose(environ, torch=needs_torch)
     os.environ.pop(interpreter.STARTED_BY, None)  # for this start only
-    if needs_torch and (chosen.path != sys.executable or chosen.passed_over):
+    if needs_torch and (chosen.passed_over or not interpreter.is_of_prompt(chosen.path, environ)):
         print_status(str(chosen))
     return chosen.path
 
