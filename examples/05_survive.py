@@ -23,7 +23,7 @@ from utils import setup_distributed
 from utils.checkpoint import Checkpointer
 from utils.data import resumable_loader, sample_seed
 from utils.log import get_logger
-from utils.preemption import StopSignal, requeue, shield_worker
+from utils.preemption import StopSignal, requeue
 from utils.training import accumulate, batched, linear_warmup, prime_ddp_buckets, split_batch
 
 # isort: split
@@ -95,7 +95,6 @@ def main() -> int:
             split.micro_batch,
             with_epoch=True,
             num_workers=2,
-            worker_init_fn=shield_worker,  # workers ignore the stop signal
         )
         ddp = DDP(make_model().to(job.device), device_ids=job.device_ids)
         prime_ddp_buckets(ddp, lambda: ddp(torch.zeros(1, 8, 8, device=job.device)).sum())

@@ -39,6 +39,14 @@ def wait_for_progress(folder: Path) -> None:
 SHARDED = str(ROOT / "tests" / "faults" / "sharded.py")
 
 
+def test_all_ranks_save_when_all_processes_are_terminated() -> None:
+    """terminations.py does it as often as it is asked to, and with more workers."""
+    program = str(ROOT / "tests" / "faults" / "terminations.py")
+    ended = subprocess.run([sys.executable, program, "--stops", "3", "--workers", "2"], stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True, timeout=400)
+    assert ended.returncode == 0 and "3 of 3 stops right" in ended.stdout, ended.stdout
+
+
 @pytest.mark.parametrize("words", [
     ["--kills", "2", "--ranks", "3", *SURVIVE, "--epochs", "1"],  # the sum of two is the same in either order
     *(["--kills", "2", "--ranks", "4", SHARDED, *more] for more in ([], ["--zero"])),

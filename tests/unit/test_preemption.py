@@ -151,12 +151,18 @@ def test_a_forked_child_does_not_stop_its_parent(stop: StopSignal) -> None:
     assert stop.reason.startswith("SIGUSR2")
 
 
-def work(started: Any, is_spawned: bool) -> None:
-    """What a DataLoader's worker does: a spawned one calls its worker_init_fn first."""
-    if is_spawned:
-        shield_worker()
+def work(started: Any) -> None:
     started.set()
     time.sleep(60)
+
+
+def work_that_started_early(started: Any) -> None:
+    """A worker that started before the StopSignal. The signal reaches a thread older than its worker_init_fn."""
+    thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+    thread.start()
+    shield_worker()
+    signal.pthread_kill(thread.ident or 0, signal.SIGTERM)
+    work(started)
 
 
 def signal_child() -> None:
@@ -168,22 +174,68 @@ def signal_child() -> None:
 os.register_at_fork(after_in_child=signal_child)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_only_its_rank_ends_a_worker(method: str, stop: StopSignal, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("starts_early", [False, True], ids=["", "early"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_only_its_rank_ends_a_worker(method: str, starts_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     context = multiprocessing.get_context(method)
     started = context.Event()
-    worker = context.Process(target=work, args=(started, method == "spawn"), daemon=True)
-    monkeypatch.setenv("TEST_SIGTERM_AFTER_FORK_OF", str(os.getpid()))
+    with contextlib.ExitStack() as later:
+        if starts_early:
+            worker = context.Process(target=work_that_started_early, args=(started,), daemon=True)
+        else:
+            stop = later.enter_context(StopSignal())
+            worker = context.Process(target=work, args=(started,), daemon=True)
+            monkeypatch.setenv("TEST_SIGTERM_AFTER_FORK_OF", str(os.getpid()))
+        worker.start()
+        if starts_early:
+            stop = later.enter_context(StopSignal())
+        assert started.wait(60)
+        for name in ("-USR1", "-USR2", "-TERM")[:2 if starts_early else 3]:  # from outside, as a scheduler does
+            subprocess.run(["kill", name, str(worker.pid)], check=True)
+        status = Path(f"/proc/{worker.pid}/status")
+        wait_until(lambda: "ShdPnd:\t0000000000000000" in status.read_text(), "signals to be handled")
+        assert worker.is_alive()
+        wait_until(lambda: worker.terminate() or not worker.is_alive(), "the end")  # a rank repeats it as it exits
+        assert worker.exitcode == 0 and not stop.requested
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_no_thread_of_a_worker_or_of_the_fork_server_handles_sigterm(method: str, stop: StopSignal) -> None:
+    """From the start on: numpy and torch start threads while the worker imports the script."""
+    context = multiprocessing.get_context(method)
+    started = context.Event()
+    before = children()
+    worker = context.Process(target=work, args=(started,), daemon=True)
     worker.start()
+    for pid in {worker.pid or 0, *children() - before}:
+        subprocess.run(["kill", "-TERM", str(pid)], check=True)  # before it has imported this file
     assert started.wait(60)
-    for name in ("-USR1", "-USR2", "-TERM"):  # from outside, as a scheduler does
-        subprocess.run(["kill", name, str(worker.pid)], check=True)
-    status = Path(f"/proc/{worker.pid}/status")
-    wait_until(lambda: "ShdPnd:\t0000000000000000" in status.read_text(), "signals to be handled")
-    assert worker.is_alive()
+    threads = [path.read_text() for path in Path(f"/proc/{worker.pid}/task").glob("*/status")]
+    handles = [text for text in threads if not int(text.partition("SigBlk:\t")[2].split()[0], 16) >> 14 & 1]
+    assert len(threads) > 1 and len(handles) <= 1, "only the thread that waits for SIGTERM"
     worker.terminate()
     worker.join(20)
-    assert worker.exitcode == 0 and not stop.requested
+    assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_process_started_after_the_stop_signal_was_closed_is_not_shielded(method: str) -> None:
+    """The fork server goes on from the time when a StopSignal was open."""
+    context = multiprocessing.get_context(method)
+    with StopSignal():
+        context.Process(target=time.time).start()
+    started = context.Event()
+    child = context.Process(target=work, args=(started,), daemon=True)
+    child.start()
+    assert started.wait(60)
+    subprocess.run(["kill", str(child.pid)], check=True)
+    child.join(20)
+    assert child.exitcode == -signal.SIGTERM
+
+
+def children() -> set[int]:
+    paths = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for path in paths for pid in path.read_text().split()}
 
 
 def test_a_store_lost_before_a_stop_lets_the_run_go_on() -> None:

@@ -19,9 +19,7 @@ from types import FrameType
 from typing import Protocol
 
 from ..log import get_logger
-from .workers import shield_worker
-
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+from .workers import SIGNALS, shield_children
 
 _log = get_logger(__name__)
 _QUERY_SECONDS = 300.0  # between two queries of the scheduler, which may change a limit meanwhile
@@ -75,6 +73,7 @@ class SignalCatcher:
         self._previous_wakeup_fd = signal.set_wakeup_fd(
             wake_up.write_end, warn_on_full_buffer=False
         )
+        shield_children(True)
 
     def wait(self, seconds: float) -> None:
         """Wait for a signal or wake(), and pass the signals on."""
@@ -88,22 +87,19 @@ class SignalCatcher:
 
     def restore(self) -> None:
         """Give the signals back to the handlers that were there before."""
+        shield_children(False)
         signal.set_wakeup_fd(self._previous_wakeup_fd)
         for number, handler in self._previous_handlers.items():
             # None: the handler was not installed from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def restore_in_child(self, *, is_worker: bool) -> None:
+    def restore_in_child(self) -> None:
         """Stop catching in a forked child; its signals would stop the run of its parent.
 
-        is_worker: multiprocessing has forked the child, which is shielded at once. SIGTERM ends
-        any other child as before. The other signals reach all processes of a job: the child ignores
-        them where they would end it.
+        SIGTERM ends the child as before. The other signals reach all processes of a job: the child
+        ignores them where they would end it.
         """
         signal.set_wakeup_fd(-1)
-        if is_worker:
-            shield_worker()
-            return
         for number, handler in self._previous_handlers.items():
             is_fatal = number != signal.SIGTERM and handler == signal.SIG_DFL
             signal.signal(number, signal.SIG_IGN if is_fatal or handler is None else handler)

@@ -44,6 +44,7 @@ from .sources import (
     WakeUpPipe,
     scheduler_time_left,
 )
+from .workers import begin_forked_child
 
 if TYPE_CHECKING:
     from ..coordination import StoreCommunicator
@@ -284,11 +285,11 @@ class StopSignal:
         if self.stopped and self._rank == 0 and all_saved is not None:
             self._status_after_stop = _report_stop() if all_saved else 1
 
-    def _abandon_in_child(self, *, is_worker: bool) -> None:
+    def _abandon_in_child(self) -> None:
         """Become a closed StopSignal in a forked child. Its threads exist in the parent only."""
         self._agreement.closed = True  # without the lock, which such a thread may hold
         atexit.unregister(self._close_at_exit)
-        self._signals.restore_in_child(is_worker=is_worker)
+        self._signals.restore_in_child()
 
     def __enter__(self) -> StopSignal:
         return self
@@ -331,10 +332,9 @@ def _check_main_thread(what: str) -> None:
 def _in_forked_child() -> None:
     global _open
     if _open is not None:
-        # multiprocessing has a hook of its own, which runs later: SIGTERM might end a worker first.
-        forked_by = sys._getframe(1).f_globals.get("__name__")
-        _open._abandon_in_child(is_worker=forked_by == "multiprocessing.popen_fork")
+        _open._abandon_in_child()
         _open = None
+    begin_forked_child()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
