@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from .monitor.positions import HangWatch
 
 CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off
-HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds, "auto", or "0" for none
 START_UP_SECONDS = 100.0
 _OLDEST_TORCH = (2, 8)  # the store of an older one does not take over a listening socket
 _log = get_logger(__name__)
@@ -254,8 +253,8 @@ def _check_arguments(
 def _hang_timeout(given: float | str | None) -> float | str:
     """Return the seconds of hang_timeout, "auto", or 0 for none."""
     name, value = "hang_timeout", given
-    if os.environ.get(HANG_TIMEOUT):
-        name, value = HANG_TIMEOUT, os.environ[HANG_TIMEOUT]
+    if os.environ.get(effects.HANG_TIMEOUT):
+        name, value = effects.HANG_TIMEOUT, os.environ[effects.HANG_TIMEOUT]
     if value is None or value == "auto":
         return value or 0.0
     try:

@@ -9,6 +9,7 @@ import os
 
 from .launch_error import LaunchError
 
+HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds, "auto", or "0" for none
 _WITHOUT = "DDPKIT_WITHOUT"
 _EFFECTS = ("variables", "monitor", "excepthook", "atexit", "faulthandler")
 

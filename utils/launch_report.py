@@ -18,6 +18,7 @@ VARIABLE = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.p
 ROLE = "notice"
 _SECONDS = 5.0  # for the connection, and until launch.py has the notice
 _LONGEST_CAUSE = 2000
+FAILURE_FILE = "DDPKIT_FAILURE_FILE"  # where such lines go instead of standard error
 FAILURE = "ddpkit-failure "  # the beginning of the line about what failed first; JSON follows
 
 
@@ -36,12 +37,22 @@ class Failure(NamedTuple):
     host: str | None = None
     is_over: bool = False
 
-    def write(self) -> None:
-        """Write the line that `ddpkit doctor logs` reads."""
+    def write(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Write the line that programs read, such as `ddpkit doctor logs`.
+
+        It goes to the file that FAILURE_FILE names; without one to standard error, but not where a
+        person reads that in a terminal.
+        """
         fields = {"kind": self.kind, "rank": self.rank, "host": self.host, "cause": self.text}
+        line = f"{FAILURE}{json.dumps(fields)}\n"
+        if path := environ.get(FAILURE_FILE):
+            with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
+                file.write(line)
+                return
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error
-            sys.stderr.write(f"{FAILURE}{json.dumps(fields)}\n")
-            sys.stderr.flush()
+            if not sys.stderr.isatty():
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
 
 _NONE = Failure("", "")
@@ -61,12 +72,21 @@ def report_saved(environ: Mapping[str, str] = os.environ) -> bool:
     return _send("saved", environ)
 
 
-def report_first_cause(failure: Failure, environ: Mapping[str, str] = os.environ) -> bool:
-    """Report to launch.py what failed first, or write its line; return whether launch.py has it."""
+def report_first_cause(
+    failure: Failure, environ: Mapping[str, str] = os.environ, *, prints: bool = True
+) -> bool:
+    """Report to launch.py what failed first; return whether launch.py has it.
+
+    prints: print it where there is no launch.py; no other rank does.
+    """
     failure = failure._replace(text=" ".join(failure.text.split())[:_LONGEST_CAUSE])
     received = _send("failed", environ, failure)
-    if not received:
-        failure.write()
+    if not received and prints:
+        failure.write(environ)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error
+            name = "LaunchError: " if failure.kind == "start" else ""
+            sys.stderr.write(f"{name}{failure.text}\n")
+            sys.stderr.flush()
     return received
 
 

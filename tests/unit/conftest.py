@@ -50,3 +50,9 @@ def login(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     (folder / "train.py").touch()
     monkeypatch.chdir(folder)
     return Login(folder, commands, capfd)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test runs in this process, such as the start of a job, sets the variable for its ranks."""
+    monkeypatch.setenv("DDPKIT_FAILURE_FILE", "")

@@ -22,7 +22,7 @@ from utils.startup.address import Rendezvous
     ("bind", ["none", True, None], "'auto' or False"),
     ("timeout", [0, -1, float("nan"), 1e9], "seconds above 0"),
     ("collective_timeout", [0, -1, float("nan"), 1e9], "seconds above 0"),
-    ("hang_timeout", [0, -1, float("nan"), 1e9], "seconds above 0")])
+    ("hang_timeout", [-1, float("nan"), 1e9, "soon"], "seconds, 'auto', or 0 for none")])
 def test_bad_argument_is_a_value_error(argument: str, values: list[object], expected: str) -> None:
     for value in values:
         with pytest.raises(ValueError, match=f"^{argument} is .*; expected {expected}"):

@@ -89,7 +89,7 @@ ENDED = "the others will be ended"
      ("kit_message", None, None, None)),
     (said("exception", "rank 0 on n1 failed: RuntimeError: [enforce fail at inline_container.cc:747] . open file "
           "failed with strerror: Permission denied", 0, "n1"), ("file_permission", 0, "n1", False)),
-    (said("command", "there is no file nothere.py in /home/u. Expected the script to start. Check its path"),
+    (said("command", "no such file: nothere.py (in /home/u). Check the path of the script"),
      ("command_error", None, None, False)),
     ("[rank3]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711\n"
      + said("status", f"rank 3 on n4 ended with exit status 1, {ENDED}", 3, "n4")
@@ -268,7 +268,9 @@ def test_message_of_the_kit_is_understood(
         sys.excepthook(LaunchError, error, None)
     elif kind == "launch.py":
         kinds = {"terminated": "stop", "unknown": "status"}
-        LaunchResult().fail(text, 0.0, kind=kinds.get(cause, "launch"), rank=rank, host=host)
+        result = LaunchResult()
+        result.fail(text, 0.0, kind=kinds.get(cause, "launch"), rank=rank, host=host)
+        result.conclude(None)
     else:
         setup_logging(3, 8)
         get_logger("test").error("%s", text)

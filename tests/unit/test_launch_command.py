@@ -77,7 +77,7 @@ def test_rank_0_alone_reads_standard_input(tmp_path: Path, script: str, expected
      "--launcher is /no/mpiexec, which does not exist. Expected the path of an mpiexec"),
     (["--launcher", "/bin/true", "x"],
      "--launcher is /bin/true, which is not an mpiexec of PALS, Open MPI, Intel MPI, MPICH"),
-    (["missing.py"], "there is no file missing.py in"),
+    (["missing.py"], r"no such file: missing.py \(in"),
     (["--lable", "x.py"], "unrecognized arguments: --lable. Did you mean --label?"),
     ([], "no script is given"), (["-m"], "-m needs the name of a module"),
     (["--", "-N", "2", "train.py"], "Options of sbatch and qsub go before the job script"),

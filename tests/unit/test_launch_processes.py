@@ -207,7 +207,7 @@ def test_reservation_lasts_as_long_as_the_program_that_inherits_it() -> None:
 
 
 @pytest.mark.parametrize(("number", "status", "lines"), [
-    (signal.SIGTERM, 143, 1), (signal.SIGTERM, 137, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 1, 3)])
+    (signal.SIGTERM, 143, 1), (signal.SIGTERM, 137, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 1, 1)])
 def test_a_stop_names_no_rank_and_leaves_time_to_save(
         number: int, status: int, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
     result = LaunchResult()
@@ -325,19 +325,19 @@ def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list
 
 @pytest.mark.parametrize(("reported", "exit_statuses", "status", "last"), [
     (Failure("rank 2 on h2 ended without a report", "killed", 2), {2: 0, 0: 1}, 1,
-     "failed first: rank 2 ended with exit status 0 before the others: os._exit(0), or the end of its program"),
+     "ddpkit launch: rank 2 ended with exit status 0 before the others: os._exit(0), or the end of its program"),
     (Failure("rank 2 on h2 ended without a report. See the output of the launcher", "killed", 2, "h2"), {2: 137, 0: 1},
-     137, "failed first: rank 2 on h2 was ended by SIGKILL (exit status 137), perhaps because its host ran out of mem"),
+     137, "ddpkit launch: rank 2 on h2 was ended by SIGKILL (exit status 137), perhaps because its host ran out of"),
     (Failure("rank 2 on h2 ended without a report", "killed", 2, "h2"), {2: 7, 0: 1}, 7,
-     "failed first: rank 2 on h2 ended with exit status 7 and without an exception, as by os._exit(7)"),
+     "ddpkit launch: rank 2 on h2 ended with exit status 7 and without an exception, as by os._exit(7)"),
     (Failure("rank 2 on h2 ended without a report", "killed", 2, "h2"), {0: 1}, 1,
-     "failed first: rank 2 on h2 ended without a report"),
+     "ddpkit launch: rank 2 on h2 ended without a report"),
     (Failure("rank 2 on h2 failed: KeyError", "exception", 2), {0: 1, 2: 7}, 7,
      "KeyError. Rank 2 ended with exit status 7"),
-    (Failure("a host is down", "lost"), {0: 1}, 1, "failed first: a host is down"),
-    (None, {2: 0, 0: 1}, 1, "before that, rank 2 had ended with exit status 0"),
+    (Failure("a host is down", "lost"), {0: 1}, 1, "ddpkit launch: a host is down"),
+    (None, {2: 0, 0: 1}, 1, "rank 2 had ended with exit status 0 before rank 0 ended with exit status 1"),
     (None, {0: 1, 2: 7}, 1, "rank 2 failed, too, before the others were ended"),
-    (None, {0: 1}, 1, "rank 0 ended with exit status 1, the others will be ended")])
+    (None, {0: 1}, 1, "ddpkit launch: error: rank 0 ended with exit status 1")])
 def test_last_line_is_about_the_first_failure(
         reported: Failure | None, exit_statuses: dict[int, int], status: int, last: str,
         capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,8 +159,9 @@ def test_a_rank_that_left_too_early_ends_those_that_wait(
     else:
         time.sleep(4)
         assert not ended
-    cause = "A rank has ended: no collective for 1 s since then.\n  rank 1 left normally after 4 collectives\n"
-    assert (cause in capfd.readouterr().err) == (entered == 4)
+    printed = capfd.readouterr().err
+    for line in ("A rank has ended: no collective for 1 s since then\n", "\nrank 1 left normally after 4 "):
+        assert (line in printed) == (entered == 4)
 
 
 def test_rank_0_that_hangs_is_ended_after_all_others(
@@ -175,7 +176,7 @@ def test_rank_0_that_hangs_is_ended_after_all_others(
     assert "rank 0 on h0 did not enter collective 4, in which ranks 1-2 wait. It is at " in cause
     for monitor in ranks[1:]:
         monitor.leave(None)
-    assert ended.wait(20) and "is ended, because all other ranks have stopped" in capfd.readouterr().err
+    assert ended.wait(20) and "rank 0 on h0 did not enter collective 4" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("library", [

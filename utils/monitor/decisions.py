@@ -230,6 +230,12 @@ class Decisions:
         """Whether this rank reports a cause to launch.py: rank 0, the rank at fault, or any."""
         return self.rank in (0, cause.rank) or 0 in self.departed
 
+    def prints(self, cause: Failure) -> bool:
+        """Whether this rank prints a cause where there is no launch.py: one rank does."""
+        if cause.kind in ("exception", "start"):
+            return self.rank == cause.rank
+        return self.rank == 0 or 0 in self.departed
+
     # Decisions -----------------------------------------------------------------------------------
 
     def request_positions(self, *, ends: bool = True) -> list[Action]:
@@ -390,7 +396,7 @@ class Decisions:
                 f"A host is lost: no response for {HOST_LOST_SECONDS} s, then no collective for "
                 f"{seconds:.0f} s"
             )
-        return Stuck(f"{found}.\n  {cause.text}\n", cause)
+        return Stuck(found, cause)
 
     def _awaited_after_leaving(self, calls: Sequence[Collective]) -> set[int]:
         """Return the ranks that left before they entered the collective that this rank waits in.

@@ -224,13 +224,14 @@ class Inspection:
         seconds = self.watch.seconds_without_progress() if self.watch else 0
         folder = os.path.abspath(time.strftime("hang-%Y%m%d-%H%M%S"))
         self._monitor.end_all(
-            f"The ranks hang: no progress for {seconds:.0f} s.\n  {cause.text}\n"
-            f"{summary(self._decisions.positions, self._decisions.hosts)}"
-            f"Each rank writes its stacks and last collectives to {folder}, then ends with "
-            "status 1\n",
+            f"The ranks hang: no progress for {seconds:.0f} s. Where each rank is, and its stacks "
+            f"and last collectives: {folder}",
             cause,
+            {
+                "ranks.txt": summary(self._decisions.positions, self._decisions.hosts),
+                "positions.json": self._positions_as_json(),
+            },
             folder,
-            self._positions_as_json(),
         )
 
     def _positions_as_json(self) -> str:

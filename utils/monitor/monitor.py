@@ -99,14 +99,14 @@ class Monitor:
         self.own = OwnRank()
         hosts = {rank: host, **{peer.rank: peer.host for peer in connections.values()}}
         self.decisions = Decisions(rank, hosts)
-        self.hang_announced = False
+        self.hang_announced = self._announced = False  # by any rank, by this one
         self.leaving = self._left = False
         self.collective_failed = False  # the last one of this rank
         self._hung_rank_timeout = hung_rank_timeout
         self._inspection: Inspection | None = None
         self._make_watch: Callable[[], HangWatch] | None = None
         self._watch_at = 0.0  # monotonic seconds
-        self._reported = False  # to launch.py
+        self._reported = 0  # to launch.py: 1; 2: also that all ranks end
 
         self._lock = threading.RLock()
         self._all_started = threading.Event()
@@ -237,18 +237,20 @@ class Monitor:
         return self.decisions.first or cause
 
     def report_to_launcher(self, cause: Failure) -> None:
-        """Report the first cause to launch.py, or write its line, once.
+        """Report the first cause to launch.py, once; without it, one of the ranks prints it.
 
         In a thread, for which the end of the program waits: launch.py may be cut off.
         """
         with self._lock:
             is_over = self.hang_announced or self.decisions.has_ended("lost")
             reports = self.hang_announced or self.decisions.reports(cause)
-            if not reports or (self._reported and not is_over):
+            urgency = 1 + is_over
+            if not reports or self._reported >= urgency:
                 return
-            self._reported = True
+            self._reported = urgency
             failure = cause._replace(is_over=is_over)
-            threading.Thread(target=report_first_cause, args=(failure,)).start()
+            options = {"prints": self._announced or self.decisions.prints(cause)}
+            threading.Thread(target=report_first_cause, args=(failure,), kwargs=options).start()
 
     # The thread ----------------------------------------------------------------------------------
 
@@ -345,8 +347,7 @@ class Monitor:
         elif kind == "end" and cause:
             self._end_later(cause)
         elif kind == "hang" and cause and not self.hang_announced:  # else this rank ends already
-            by = f"rank {rank} on {decisions.hosts[rank]}"
-            self._end_hang(message["folder"], cause, f"{by} has found that the job must end")
+            self._end_hang(message["folder"], cause, {})
         elif kind in ("beat", "ask_states", "states", "ask_position", "position"):
             self.inspection.handle(rank, message, reply)
         if decisions.all_started:
@@ -385,42 +386,42 @@ class Monitor:
 
     # The end of ranks ----------------------------------------------------------------------------
 
-    def end_all(self, message: str, cause: Failure, folder: str = "", positions: str = "") -> None:
+    def end_all(
+        self,
+        message: str,
+        cause: Failure,
+        files: Mapping[str, str] | None = None,
+        folder: str = "",
+    ) -> None:
         """Print a message, and end all ranks that can still be reached.
 
-        folder: for their files, and for a file with the positions.
+        folder: for the files of all ranks. files: what this one writes there besides, by name.
         """
-        sys.stderr.write(message)
+        sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
         self.send_all({"kind": "hang", "cause": cause, "folder": folder})
-        self.hang_announced = True
+        self.hang_announced = self._announced = True
         self.report_to_launcher(cause)
-        self._end_hang(folder, cause, cause.text, positions)
+        self._end_hang(folder, cause, files or {})
 
-    def _end_hang(self, folder: str, cause: Failure, reason: str, positions: str = "") -> None:
-        """Write this rank's file and end the process, whatever its main thread does.
-
-        reason: what this rank prints: the rank that has found the cause prints that.
-        """
+    def _end_hang(self, folder: str, cause: Failure, files: Mapping[str, str]) -> None:
+        """Write this rank's files and end the process, whatever its main thread does."""
         self.hang_announced = True
         self.decisions.first = self.decisions.first or cause
 
         def write() -> None:
             self.own.write_report(folder, cause.text)
-            with contextlib.suppress(OSError):  # the report has said so
-                if positions:
-                    path = os.path.join(folder, "positions.json")
-                    with open(path, "w", encoding="utf-8") as file:
-                        file.write(positions)
+            for name, text in files.items():
+                with contextlib.suppress(OSError):  # the report has said so
+                    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+                        file.write(text)
 
         def end() -> None:
             writer = threading.Thread(target=write, daemon=True)
             writer.start()
             writer.join(_REPORT_SECONDS)  # the file system may be what hangs
             time.sleep(1 + (self.rank == 0))  # until the other ranks have written theirs
-            if self.leaving:  # the main thread has reported it
-                process.end(1)
-            _exit_with(f"rank {self.rank} on {socket.gethostname()} stops, because {reason}")
+            process.end(1)
 
         threading.Thread(target=end, daemon=True, name="hang report").start()
 
@@ -429,10 +430,8 @@ class Monitor:
 
         def end() -> None:
             if not self.leaving:
-                _exit_with(
-                    f"rank {self.rank} on {socket.gethostname()} is ended, because all other "
-                    f"ranks have stopped: {cause.text}"
-                )
+                self.report_to_launcher(cause)
+                process.end(1)
 
         timer = threading.Timer(self._hung_rank_timeout, end)
         timer.daemon = True

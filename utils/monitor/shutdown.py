@@ -159,10 +159,6 @@ class Shutdown:
         failure = Failure(f"{failed_rank} failed: {description}", "exception", rank, host)
         kind = peer_failure(error) if self._world_size > 1 else ""
         first = self._first_cause(kind, failure, _place_of(error) if kind else "")
-        if first and self._monitor is not None:
-            self._monitor.report_to_launcher(first)
-        elif first:
-            report_first_cause(first)
         self._release_closing_ranks()
 
         is_root_cause = first == failure and failed_rank == self._this_rank
@@ -182,9 +178,14 @@ class Shutdown:
         is_exit = isinstance(error, SystemExit | KeyboardInterrupt)
         if not is_exit and not another_rank_shows_it:
             sys.stderr.write("".join(traceback.format_exception(error)))
-        sys.stderr.write(f"{message}\n")
+        if not first:  # else launch.py prints it, or one of the ranks
+            sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
         _write_error_file(message, is_root_cause=is_root_cause)
+        if first and self._monitor is not None:
+            self._monitor.report_to_launcher(first)
+        elif first:
+            report_first_cause(first, prints=first.rank == self._rank)
         self._leave(failure if is_root_cause else None)
 
     def _first_cause(self, kind: str, failure: Failure, place: str) -> Failure | None:
@@ -264,7 +265,8 @@ def _place_of(error: BaseException, call: str = "") -> str:
 
     frames = traceback.extract_tb(error.__traceback__)
     place = user_frame((f.filename, f.lineno or 0, f.name) for f in reversed(frames))
-    name = frames[-1].name if frames else ""
+    names = (frame.name for frame in reversed(frames))
+    name = next((one for one in names if not one.startswith("_") and one != "wrapper"), "")
     return f"{call or f'{name}()'} at {place}"
 
 
@@ -359,18 +361,9 @@ def connection_failure(
 
 
 def print_without_traceback(failure: LaunchError) -> None:
-    """Print an uncaught LaunchError without its traceback.
-
-    Where all ranks have the same message, rank 0 prints it and the others refer to it.
-    """
+    """Report an uncaught LaunchError without its traceback: once, if all ranks have the same."""
     if not effects.may_have("excepthook"):
         return
-    message = f"LaunchError: {failure}"
-    if failure.reported_by_rank_0:
-        message = (
-            f"LaunchError: this rank ({socket.gethostname()}, pid {os.getpid()}) does not start. "
-            "Look for the message of rank 0"
-        )
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -378,7 +371,6 @@ def print_without_traceback(failure: LaunchError) -> None:
             if not failure.reported_by_rank_0:
                 report_first_cause(Failure(str(failure), "start", failure.rank, failure.host))
             _write_error_file(str(failure), is_root_cause=not failure.reported_by_rank_0)
-            sys.stderr.write(f"{message}\n")
         else:
             previous(kind, error, trace)
 

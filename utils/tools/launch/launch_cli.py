@@ -13,10 +13,11 @@ import sys
 import termios
 from collections.abc import Mapping, Sequence
 
+from ...effects import HANG_TIMEOUT
 from ...host.gpus import count_gpus, gpu_vendor
 from ...job.commands import SchedulerError
 from ...launch_error import LaunchError
-from ...launch_report import Failure
+from ...launch_report import FAILURE_FILE, Failure
 from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
 from .. import interpreter
@@ -78,6 +79,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--independent", action="store_true", help=independent)
     python = "of the ranks; default: that of the active environment"
     add("--python", metavar="PATH", help=python)
+    hang = "end a job that makes no progress for so long, and say why; 0: leave it to torch"
+    add("--hang-timeout", type=float, metavar="SECONDS", help=hang)
     add("--dry-run", action="store_true", help="print the exact commands and start nothing")
 
     add = parser.add_argument_group("where and how many").add_argument
@@ -97,6 +100,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("-l", "--label", action="store_true", help="put the rank before each line of output")
     folder = "write the output of each rank to FOLDER/rank-N.log"
     add("--output-dir", metavar="FOLDER", help=folder)
+    failure = "append what failed first, as JSON, to this file instead of standard error"
+    add("--failure-file", metavar="PATH", help=failure)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     args = parser.parse_args(arguments)
@@ -105,6 +110,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         args.command = ["-m", *args.module]
     if args.command == ["-m"]:
         parser.error("-m needs the name of a module, for example: ddpkit launch -m package.module")
+    if args.hang_timeout is not None:
+        if not 0 <= args.hang_timeout < 1e6:
+            parser.error(f"--hang-timeout is {args.hang_timeout:g}; expected seconds, or 0")
     if not args.command:
         parser.error("no script is given. Expected one, as in: ddpkit launch train.py --epochs 3")
     return args
@@ -121,6 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     args = parse(words)
     args.independent = args.independent or bool(os.environ.get(INDEPENDENT))
+    if args.failure_file:
+        os.environ[FAILURE_FILE] = os.path.abspath(args.failure_file)
+    if args.hang_timeout is not None:
+        os.environ[HANG_TIMEOUT] = f"{args.hang_timeout:g}"
     try:
         _check_started_once()
         _check_command(args)
@@ -308,8 +320,7 @@ def _check_command(args: argparse.Namespace) -> None:
         )
     if not args.container and command[0].endswith(".py") and not os.path.isfile(command[0]):
         raise PlanError(
-            f"there is no file {command[0]} in {os.getcwd()}. Expected the script to start. Check "
-            "its path"
+            f"no such file: {command[0]} (in {os.getcwd()}). Check the path of the script"
         )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import signal
 import sys
+import threading
 from typing import NamedTuple
 
 from ...launch_report import Failure
@@ -14,6 +17,7 @@ END_DELAY = 0.5
 # The same after a stop: a rank that leaves with its own exit status is no failure then, and another
 # one may still be writing its checkpoint.
 END_DELAY_AFTER_STOP = 120.0
+_REMIND_SECONDS = 5.0  # after which the end of others is announced, if it takes so long
 _SHOWN = 8  # ranks in a message
 _STOP_SECONDS = 600.0  # a failure so long after a stop has another cause
 _STOPS: dict[int, str] = {
@@ -22,14 +26,17 @@ _STOPS: dict[int, str] = {
 }
 
 
-def print_status(text: str) -> None:
-    """Print a line of ddpkit launch on standard error."""
-    print(f"ddpkit launch: {text}", file=sys.stderr, flush=True)
+def print_status(text: str, *, is_error: bool = False) -> None:
+    """Print a line of ddpkit launch on standard error; an error in red in a terminal."""
+    line = f"ddpkit launch: {text}"
+    if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        line = f"\033[1;31m{line}\033[0m"
+    print(line, file=sys.stderr, flush=True)
 
 
 def print_error(text: str) -> None:
     """Print why the launch fails: ddpkit doctor logs finds such lines by their first words."""
-    print_status(f"error: {text}")
+    print_status(f"error: {text}", is_error=True)
 
 
 def describe_status(status: int) -> str:
@@ -99,6 +106,8 @@ class LaunchResult:
         self._interrupts = 0
         self._at_once = False
         self._stopped_at: float | None = None
+        self._failure: Failure | None = None  # the first one that launch.py itself has seen
+        self._reminder: threading.Timer | None = None
 
     def process_ended(
         self,
@@ -115,9 +124,13 @@ class LaunchResult:
         if rank is not None and by_itself:
             self._ended[rank] = who, status, host
         if status and self.failed_at is None:
-            rest = ", the others will be ended" if others else ""
-            message = f"{who} {describe_status(status)}{rest}"
+            message = f"{who} {describe_status(status)}"
             self.fail(message, now, status, kind="status", rank=rank, host=host)
+            if others:
+                print_later = (f"{message}, the others will be ended",)
+                self._reminder = threading.Timer(_REMIND_SECONDS, print_status, print_later)
+                self._reminder.daemon = True
+                self._reminder.start()
 
     def note_end(self, rank: int, status: int, host: str | None) -> None:
         """Note the exit status of a rank, of which its launcher knows only now."""
@@ -133,7 +146,7 @@ class LaunchResult:
         rank: int | None = None,
         host: str | None = None,
     ) -> None:
-        """Note and print a failure; only the first one counts. kind, rank, host: of Failure.
+        """Note a failure; only the first one counts. kind, rank, host: of Failure.
 
         After a stop that ends the ranks, none of them is to blame for its end by a signal.
         """
@@ -148,26 +161,32 @@ class LaunchResult:
             if status in (128 + self._stopped_by, 128 + signal.SIGTERM, 128 + signal.SIGKILL):
                 self.reason = self._stop_reason
                 return
-        Failure(message, kind, rank, host).write()
-        print_error(message)
+        self._failure = Failure(message, kind, rank, host)
 
     def conclude(self, first: Failure | None) -> None:
-        """Print the warning; or what failed first, if not the rank that failed first to end.
+        """Print the warning; or one line, the last one, that says what has failed.
 
-        The last line is what people look at: where a stop came first, it says so.
-        first: what the ranks have reported.
+        Where a stop came first, it says so. first: what the ranks have reported.
         """
-        if not self.reason:
-            self._conclude(first)
-        if self.status and (reason := self.reason or self._stop_reason):
-            Failure(reason, "stop", host=self.reason_host).write()
-            print_error(reason)
-
-    def _conclude(self, first: Failure | None) -> None:
-        if not self.status and self.warning:
-            print_status(self.warning)
-        if not self.status or self._at_once:
+        if self._reminder is not None:
+            self._reminder.cancel()
+        if not self.status:
+            if self.warning and not self.reason:
+                print_status(self.warning)
             return
+        reason = self.reason or self._stop_reason
+        if reason:
+            failure: Failure | None = Failure(reason, "stop", host=self.reason_host)
+        else:
+            failure = self._failure if self._at_once else self._first(first)
+        if failure is not None:
+            failure.write()
+            is_of_rank = first is not None and not reason and not self._at_once
+            show = functools.partial(print_status, is_error=True) if is_of_rank else print_error
+            show(failure.text)
+
+    def _first(self, first: Failure | None) -> Failure | None:
+        """Return what has failed first. first: what the ranks have reported."""
         if first is not None:
             ended = None if first.rank is None else self._ended.get(first.rank)
             if ended is not None:
@@ -176,34 +195,31 @@ class LaunchResult:
                 first = first._replace(host=first.host or host, text=first.text.rstrip("."))
                 if first.kind == "killed":
                     first = _end_of(first, status)
-                else:
+                elif status > 1:  # 1 is the status of every exception
                     which = f"Rank {first.rank} {describe_status(status)}"
                     first = first._replace(text=f"{first.text}. {which}")
             if self.out_of_memory is not None:
                 text = f"{first.text.rstrip('.')}. Slurm reports: {self.out_of_memory}"
                 first = first._replace(text=text)
-            first.write()
-            print_status(f"the ranks report what failed first: {first.text.rstrip('.')}")
-            return
-
+            return first._replace(text=first.text.rstrip("."))
         if self.syntax_error:
-            Failure(self.syntax_error, "exception").write()
-            print_error(self.syntax_error)
-            return
+            return Failure(self.syntax_error, "exception")
 
+        seen = self._failure
         left = list(itertools.takewhile(lambda one: not one[1][1], self._ended.items()))
         failed = [who for who, status, _ in self._ended.values() if status]
-        if left:
+        if left and seen:
             rank, (_, _, host) = left[0]
             names = _some([who for _, (who, _, _) in left])
-            text = f"before that, {names} had ended with exit status 0"
-            Failure(text, "left", rank, host).write()
-            print_status(text)
-        elif len(failed) > 1:
-            print_status(
-                f"{_some(failed[1:])} failed, too, before the others were ended. The first to end "
-                "need not be the first that failed: see the tracebacks"
+            text = f"{names} had ended with exit status 0 before {seen.text}"
+            return Failure(text, "left", rank, host)
+        if len(failed) > 1 and seen:
+            text = (
+                f"{seen.text}. {_some(failed[1:])} failed, too, before the others were ended. The "
+                "first to end need not be the first that failed: see the tracebacks"
             )
+            return seen._replace(text=text)
+        return seen
 
     def end_now(self, number: int, now: float) -> None:
         """Note that a signal ends everything at once."""

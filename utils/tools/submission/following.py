@@ -13,6 +13,7 @@ from typing import BinaryIO
 from ...job.commands import SchedulerError
 from ..doctor.logs import diagnose, summary
 from ..schedulers.scheduler import Status
+from .submissions import failure_file
 
 # Seconds between two queries: few after a change, more while nothing happens.
 MIN_QUERY_SECONDS = 1.0
@@ -151,6 +152,9 @@ def cause(status: Status, files: Sequence[Path]) -> str:
     """Return why a job failed and whether a restart helps; "" if its output does not show it."""
     if status.state not in ("failed", "node_fail", "timeout"):
         return ""
+    folders = {path.parent for path in files}
+    records = [failure_file(folder, status.job_id) for folder in folders]
+    files = [*files, *(path for path in records if path.exists())]
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         found = diagnose([(stack.enter_context(path.open("rb")), path.name) for path in files])
         return "" if found is None else summary(found)

@@ -19,6 +19,7 @@ from ...job import current_job, exclude_file
 from ...job.commands import SchedulerError
 from ...job.notation import EXIT_REQUEUE, STOP_FILE, same_host
 from ...job.slurm_job import unique_job_id
+from ...launch_report import FAILURE_FILE
 from ..launch import launch_cli as launch_cli
 from ..schedulers import get_scheduler
 from ..schedulers.scheduler import Scheduler, Status
@@ -46,6 +47,7 @@ def main(words: Sequence[str]) -> int:
     scheduler, job_id = _this_job(os.environ)
     stop_file = records.stop_file(folder, job_id)
     os.environ[STOP_FILE] = str(stop_file)
+    os.environ[FAILURE_FILE] = str(records.failure_file(folder, job_id))
     refused = refusal(scheduler, folder, previous) if previous else None
     if refused is not None:
         status, reason = refused

@@ -215,6 +215,11 @@ def has_started(folder: Path, job_id: str) -> bool:
     return _status_path(folder, job_id).exists()
 
 
+def failure_file(folder: Path, job_id: str) -> Path:
+    """Return the file in which `ddpkit launch` records what failed first in a job."""
+    return folder / f"{job_number(job_id)}.failure"
+
+
 def stop_file(folder: Path, job_id: str) -> Path:
     """Return the file at which a running job saves and stops."""
     return folder / f"{job_number(job_id)}.stop"
