@@ -60,7 +60,7 @@ class Agent:
                 watch = GroupWatch(self._order["launch_id"], self._order["watched_ranks"])
                 while processes.running:
                     self._step(processes, watch)
-                if watch.ended_without_group(time.monotonic()):
+                if watch.ended_without_group():
                     self._send({"kind": "copies", "running": False})
                 lost = self._connection.closed
                 self._outputs.drain(_DRAIN_SECONDS, self._wait)

@@ -1,7 +1,8 @@
 """Find a launcher below a launcher: in the command before the start, then by what ranks run.
 
-A command may hide what it starts. So /proc is searched for workers of a torchrun below a rank, and
-for a sign of any process group: torch names the threads of one (2.8 not those of gloo).
+A command may hide what it starts. So /proc is searched for workers of a torchrun below a rank, for
+torch in the memory of the ranks, and for a sign of any process group: torch names the threads of
+one (2.8 not those of gloo).
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ _BEFORE_COMMAND = re.compile(r"-.*|\d+|\w+=.*|exec|then|do", re.DOTALL)
 
 _FIRST_SECONDS = 0.5  # between two looks, longer with time
 LONGEST_SECONDS = 10.0
-LATE_SECONDS = 300.0
-SHORT_SECONDS = 10.0  # a program that ends earlier
+LATE_SECONDS = 120.0  # after all ranks have loaded torch
 _GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")
 
 
@@ -114,9 +114,11 @@ class GroupWatch:
         self._id, self._ranks = launch_id.encode(), ranks
         self._port = self._rank_0 = 0  # the port, and the process id
         self._in_group: set[int] = set()  # ranks
+        self._with_torch: set[int] = set()
         self._start = time.monotonic()
         self._due = self._start + _FIRST_SECONDS
-        self._late_at = self._start + LATE_SECONDS
+        self._late_at = math.inf  # known when all ranks have loaded torch
+        self._reported = False
 
     def messages(self, now: float) -> Iterator[Message]:
         """Look if it is time; yield what ddpkit launch is to know."""
@@ -125,19 +127,21 @@ class GroupWatch:
             seconds = (now - self._start) / 20
             self._due = now + min(max(seconds, _FIRST_SECONDS), LONGEST_SECONDS)
         self.next_look = self._due - now if len(self._in_group) < self._ranks else None
-        if not self.formed and now >= self._late_at:
-            self._late_at = math.inf
+        if not self.formed and not self._reported and now >= self._late_at:
+            self._reported = True
             yield {"kind": "copies", "running": True}
 
-    def ended_without_group(self, now: float) -> bool:
-        """Return whether the ranks, which have all ended now, never had a group.
+    def ended_without_group(self) -> bool:
+        """Return whether the ranks, all ended now, loaded torch and had no group; not twice.
 
-        A group that lived between two looks has left a connection to its store in TIME_WAIT. The
-        trace of one at a port of the script's own choice may be missed, so nothing is claimed of a
-        program that was short; most of those are no training.
+        A group that lived between two looks has left a connection to its store in TIME_WAIT. One of
+        less than half a second at an address of the script's own choice is missed.
         """
         self.formed = self.formed or proc_reader.uses_tcp_port(self._port)
-        return not self.formed and now - self._start >= SHORT_SECONDS
+        return not self.formed and not self._reported and self._all_have_torch()
+
+    def _all_have_torch(self) -> bool:
+        return len(self._with_torch) == self._ranks
 
     def _look(self) -> Iterator[Message]:
         nested: dict[int, int] = {}  # ranks with workers of their own, and how many
@@ -155,6 +159,10 @@ class GroupWatch:
                 nested[rank] = int(environ.get(b"WORLD_SIZE", b"1"))
             elif rank not in self._in_group and _has_group(pid):
                 self._in_group.add(rank)
+            if rank not in self._with_torch and proc_reader.has_loaded_torch(pid):
+                self._with_torch.add(rank)
+        if self._all_have_torch() and self._late_at == math.inf:
+            self._late_at = time.monotonic() + LATE_SECONDS
         has_port = proc_reader.uses_tcp_port(self._port, self._rank_0)
         self.formed = self.formed or has_port or bool(self._in_group)
         # Rank 0 alone, or one that is in a group already, may start an evaluation.
@@ -177,10 +185,10 @@ def note_groups(message: Message, plan: Plan, result: LaunchResult, *, of_rank_0
         running = message["running"]
         words = [word for word in plan.command if word != "-m"]
         name = next((word for word in words if word.endswith(".py")), words[0])
-        verb, when = ("are running", " within 5 minutes") if running else ("ran", "")
+        verb, formed = ("are running", "has formed") if running else ("ran", "formed")
         warning = (
             f"{plan.world_size} independent copies of {os.path.basename(name)} {verb}: no rank "
-            f"formed a process group{when}. Expected one group of all ranks. Call "
+            f"{formed} a process group of torch. Expected one group of all ranks. Call "
             "setup_distributed() or init_process_group() in the script, or give --independent if "
             "each rank is a program of its own"
         )

@@ -1,4 +1,4 @@
-"""Read /proc for ddpkit launch: the variables, threads, ports and signals of other processes."""
+"""Read /proc for ddpkit launch: variables, threads, libraries, ports and signals of processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def environment(pid: int) -> dict[bytes, bytes]:
 def thread_names(pid: int) -> list[str]:
     """Return the names (comm) of a process's threads; empty where there is none."""
     return [process.stat(f"/proc/{pid}/task/{thread}")[0] for thread in process.thread_ids(pid)]
+
+
+def has_loaded_torch(pid: int) -> bool:
+    """Return whether a process has libtorch in its memory; false where that may not be read."""
+    return b"/libtorch" in process.read(f"/proc/{pid}/maps")
 
 
 def uses_tcp_port(port: int, pid: int | str = "self") -> bool:

@@ -188,7 +188,7 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
                 if ready == peer.fileno():
                     return
                 poll.unregister(ready)
-        if watch.ended_without_group(time.monotonic()):
+        if watch.ended_without_group():
             peer.send({"kind": "copies", "running": False}, CONNECT_SECONDS)
         peer.send({"kind": "done"}, CONNECT_SECONDS)
     finally:

@@ -145,7 +145,7 @@ def _run_local(launch: Launch) -> None:
             if processes.running:
                 partial = outputs.flush_partial_lines() if outputs else None
                 loop.run_once(due, watch.next_look, processes.pass_on_held(), partial)
-        if watch.ended_without_group(time.monotonic()):
+        if watch.ended_without_group():
             note_groups({"kind": "copies", "running": False}, plan, result, of_rank_0=True)
         if outputs is not None:
             outputs.drain(_DRAIN_SECONDS, loop.run_once)
