@@ -43,9 +43,11 @@ def test_a_directive_replaces_the_option_for_its_setting(scheduler: Scheduler, e
 
 @pytest.mark.parametrize(("scheduler", "field", "value"), [
     *((Pbs(), *row) for row in (("output", "log-%j.out"), ("output", "/home/a:b"), ("directives", ("--qos=x",)),
-                                ("output", "\u00e9.out"), ("dependency", "afterok:1?afterok:2"))),
+                                ("output", "\u00e9.out"), ("dependency", "afterok:1?afterok:2"),
+                                ("directives", ("--mail-type=END",)), ("mail_type", "often"), ("mail_user", "-x"))),
     *((SlurmScheduler(), *row) for row in (
-        ("nodes", 0), ("gpus_per_node", -1), ("command", ("-x",)), ("command", ("",)), ("launcher", ""),
+        ("nodes", 0), ("hang_timeout", -1.0), ("mail_type", "begin,"),
+        ("gpus_per_node", -1), ("command", ("-x",)), ("command", ("",)), ("launcher", ""),
         ("environment", {"A B": "1"}), ("directives", ("gpu",)), ("directives", ("-l filesystems=home",)),
         ("directives", ("-W group_list=x",)),
         ("setup", ("echo \\",)), ("setup", ("a\nb",))))])

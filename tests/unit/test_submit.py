@@ -56,6 +56,12 @@ def quoted(path: str) -> str:
     ("run --site generic-pbs -N 2 --gpus-per-node 4 -c 8 -t 2h --mem 64gb -p gpu -A abc@v100 -J t train.py",
      ["-l select=2:ncpus=32:mpiprocs=4:ompthreads=8:ngpus=4:mem=64gb", "-l place=scatter", "-l walltime=02:00:00",
       "-N t", "-q gpu", "-A abc@v100", "-j oe", "-k doe"], "SBATCH"),
+    ("run --site generic-slurm --mail-user ada@example.org --mail-type begin,FAIL --hang-timeout 90 "
+     f"--python {sys.executable} train.py",
+     ["#SBATCH --mail-user=ada@example.org\n", "#SBATCH --mail-type=BEGIN,FAIL\n", " --hang-timeout 90 -- train.py",
+      f"export PYTHON={sys.executable}\n"], "PBS "),
+    ("run --site generic-pbs --mail-user ada@example.org --hang-timeout 0 train.py",
+     ["#PBS -M ada@example.org\n", "#PBS -m ea\n", " --hang-timeout 0 -- train.py"], "SBATCH"),
     ("run --site generic-pbs --gpus-per-node 4 -c 8 --launcher torchrun train.py",
      ["-l select=1:ncpus=32:mpiprocs=1:ompthreads=8:ngpus=4"], "SBATCH"),
     ("run --site perlmutter --account m1 --queue debug train.py", ["--qos=debug"], "partition"),

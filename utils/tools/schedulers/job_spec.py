@@ -21,10 +21,13 @@ _LEAST = {  # of these fields, where they are not None
     "ranks_per_node": 1,
     "cores_per_rank": 1,
     "walltime": 1,
+    "hang_timeout": 0,
 }
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@:+/=-]{0,200}")
 _CONDITION = r"[a-z]+(:[A-Za-z0-9_.+\[\]-]+)*"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,63}")
+_ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,100}(@[A-Za-z0-9.-]{1,100})?")
+_MAIL_TYPES = re.compile(r"(begin|end|fail)(,(begin|end|fail)){0,2}")
 _DEPENDENCY = re.compile(rf"{_CONDITION}([,?]{_CONDITION})*")
 
 
@@ -65,6 +68,21 @@ OPTIONS = {  # field of Job: its option
             "action": BooleanOptionalAction,
             "help": "whether the job may be restarted after a node failure or preemption",
         },
+    ),
+    "mail_user": Option(
+        "--mail-user",
+        {"metavar": "ADDRESS", "help": "who gets mail of the scheduler about the job"},
+        *((_ADDRESS, "ada@example.org"), "--mail-user", "-M"),
+    ),
+    "mail_type": Option(
+        "--mail-type",
+        {
+            "metavar": "begin,end,fail",
+            "type": str.lower,
+            "help": "when to send mail (default with --mail-user: end,fail). For PBS a script that "
+            "fails is an end",
+        },
+        (_MAIL_TYPES, "begin,end,fail"),
     ),
 }
 _FORMS = {  # field: pattern, example
@@ -108,6 +126,9 @@ class Job:
     modules: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     launcher: str = "auto"  # "torchrun", or a value of ddpkit launch --launcher
+    hang_timeout: float | None = None  # seconds; 0: torch's own limit alone ends a job that hangs
+    mail_user: str | None = None
+    mail_type: str | None = None  # "begin,end,fail"
     output: str | None = None  # the log. PBS: "folder/" gives folder/JOB_ID.OU
     requeue: bool | None = None  # None: the scheduler's default
     directives: tuple[str, ...] = ()  # further options: "--constraint=a100", "-l filesystems=home"
@@ -163,6 +184,8 @@ class Job:
             words += ["--launcher", self.launcher]
         if self.ranks_per_node is not None:
             words += ["--ntasks-per-node", str(self.ranks_per_node)]
+        if self.hang_timeout is not None:
+            words += ["--hang-timeout", f"{self.hang_timeout:g}"]
         if self.container:
             words += ["--container", self.container]
         return " ".join(map(quote, [*words, "--", *self.command]))

@@ -22,6 +22,7 @@ from .job_spec import Job, JobError, option_name, option_value, split_directive
 from .scheduler import Queue, Scheduler, State, Status, state_of_exit
 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]^*~-]+")  # qsub reads these as they are
+_MAIL = {"begin": "b", "end": "e", "fail": "a"}  # a: PBS has ended the job
 _DELETED, _SUCCEEDED = 91, 92  # substates of a finished job
 _TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
 _CANNOT_EXCLUDE = "PBS cannot exclude a host. For other hosts give a -l select with host=NAME"
@@ -139,6 +140,9 @@ def _field_options(job: Job) -> Iterator[list[str]]:
         "-j": "oe",
         "-k": "doe",  # write the log to its final place while the job runs
         "-o": job.output,
+        "-m": "".join(_MAIL[event] for event in job.mail_type.split(","))
+        if job.mail_type
+        else None,
         "-r": None if job.requeue is None else "y" if job.requeue else "n",
     }
     for option, value in job.plain_options():

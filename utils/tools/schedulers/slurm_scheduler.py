@@ -227,6 +227,7 @@ def _field_options(job: Job) -> Iterator[list[str]]:
         "--time": job.walltime and format_walltime(job.walltime),
         # Without this a job whose dependency cannot be met stays queued.
         "--kill-on-invalid-dep": "yes" if job.dependency else None,
+        "--mail-type": job.mail_type and job.mail_type.upper(),
         "--output": job.output,
         "--open-mode": "append",  # a requeued job continues its log
     }

@@ -73,6 +73,8 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
     request_gpus = profile.request_gpus or args.gpus_per_node is not None
     queue, directives = _queue_and_directives(args, profile)
     plain = {name: getattr(args, name) for name in OPTIONS}
+    if args.mail_user and not args.mail_type:  # without it, Slurm sends nothing
+        plain["mail_type"] = "end,fail"
     return Job(
         **{**plain, "queue": queue, "name": args.name or _job_name(command)},
         command=command,
@@ -87,6 +89,7 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         modules=profile.modules,
         environment=_environment(args, profile, ranks),
         launcher=args.launcher or profile.launcher,
+        hang_timeout=args.hang_timeout,
         preflight=_preflight(args),
         directives=directives,
         chunk=profile.chunk,
@@ -192,6 +195,8 @@ def _job_name(command: Sequence[str]) -> str:
 
 def _environment(args: argparse.Namespace, profile: Profile, ranks: int) -> dict[str, str]:
     environment = profile.exports(args.nodes, ranks)
+    if args.python:
+        environment["PYTHON"] = args.python
     for text in args.environment:
         name, equals, value = text.partition("=")
         if not equals and name not in os.environ:

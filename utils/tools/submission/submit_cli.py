@@ -297,6 +297,11 @@ def _add_environment_options(add: Callable[..., object]) -> None:
         metavar="NAME[=VALUE]",
         help="environment variable; NAME alone takes its value from this shell, unseen by ps",
     )
+    add("--python", metavar="PATH", help="of the ranks; default: that of the active environment")
+    hang = (
+        "explain and end a job without progress for so long; 0: never. Default: as the script says"
+    )
+    add("--hang-timeout", type=float, metavar="SECONDS", help=hang)
     add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
     add(
         "-m",
