@@ -12,7 +12,7 @@ import pytest
 from tests.docs import reference
 from utils.tools.main import COMMANDS
 
-SUBCOMMANDS = {*itertools.chain(*reference.LISTS), *(f"sites {name}" for name in ("new", "list"))}
+SUBCOMMANDS = {*itertools.chain(*reference.LISTS), *(f"sites {name}" for name in ("new", "list", "config"))}
 
 
 @pytest.mark.parametrize("page", reference.PAGES, ids=lambda page: page.name)

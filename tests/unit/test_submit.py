@@ -229,6 +229,11 @@ def test_default_site_is_that_of_the_centre_or_scheduler(login: Login, monkeypat
     done = login.submit("run", "train.py")
     assert done.status == 1 and "--site NAME" in done.err and "derecho" in done.err
 
+    (login.folder / "ours.yaml").write_text("title: Ours\nscheduler: slurm\n")
+    done = login.submit("run", "--site", "ours", "train.py")
+    assert "Write the path of a file with a slash: --site ./ours.yaml" in done.err
+    assert login.submit("run", "--site", "./ours.yaml", "--dry-run", "train.py").out.startswith("#!")
+
     monkeypatch.setenv("DDPKIT_SITE", "derecho")
     for words, line in (("", "\n#PBS -q main"), ("--site lumi", "\n#SBATCH ")):
         assert line in login.submit(*f"run {words} --account p --dry-run train.py".split()).out

@@ -53,19 +53,26 @@ class Interpreter(NamedTuple):
         return f"Python for the ranks: {self.path} ({self.source}){passed_over}"
 
 
-def choose(environ: "Mapping[str, str]", *, torch: bool = True) -> Interpreter:
+def choose(
+    environ: "Mapping[str, str]", *, torch: bool = True, default: "tuple[str, str] | None" = None
+) -> Interpreter:
     """Choose the first Python with torch.
 
-    The order is PYTHON, active environments, the running one, PATH, the kit's .venv.
+    The order is PYTHON, active environments, the default, the running one, PATH, the kit's .venv.
     environ: the environment of the ranks. torch: whether they need torch; if not, a Python without
-    it is chosen where none has it.
-    Raises InterpreterError where there is none, or where PYTHON names one that cannot be used.
+    it is chosen where none has it. default: the Python that a file names, and this file.
+    Raises InterpreterError where there is none, or where PYTHON names one that cannot be used, or
+    the file one that is no program.
     """
     if environ.get("PYTHON"):
         return _named(environ["PYTHON"], environ, torch)
+    if default is not None and shutil.which(default[0]) is None:
+        raise InterpreterError(
+            f"{default[1]} sets python to {default[0]!r}, which is not a program. Correct it there"
+        )
     passed_over = []  # type: list[str]
     usable = None
-    for path, source in candidates(environ):
+    for path, source in candidates(environ, default):
         fault, starts = _check(path, environ)
         if fault is None:
             return Interpreter(path, source, tuple(passed_over))
@@ -109,10 +116,12 @@ def _named(name: str, environ: "Mapping[str, str]", torch: bool) -> Interpreter:
     return Interpreter(os.path.abspath(path), "PYTHON")
 
 
-def candidates(environ: "Mapping[str, str]") -> "Iterator[tuple[str, str]]":
+def candidates(
+    environ: "Mapping[str, str]", default: "tuple[str, str] | None" = None
+) -> "Iterator[tuple[str, str]]":
     """Yield each Python that may be meant, once, with its source; the preferred first."""
     seen = set()
-    for path, source in _possible_paths(environ):
+    for path, source in _possible_paths(environ, default):
         if path and os.path.isfile(path) and os.access(path, os.X_OK):
             if _identity(path) not in seen:
                 seen.add(_identity(path))
@@ -131,7 +140,9 @@ def _identity(path: str) -> "tuple[str, str]":
     return os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
 
 
-def _possible_paths(environ: "Mapping[str, str]") -> "Iterator[tuple[str | None, str]]":
+def _possible_paths(
+    environ: "Mapping[str, str]", default: "tuple[str, str] | None"
+) -> "Iterator[tuple[str | None, str]]":
     on_path = shutil.which("python3", path=environ.get("PATH", os.defpath))
     running = environ.get(STARTED_BY) or sys.executable
     folders = environ.get("PATH", "").split(os.pathsep)
@@ -141,6 +152,8 @@ def _possible_paths(environ: "Mapping[str, str]") -> "Iterator[tuple[str | None,
     active = [name for name in names if bins[name] in folders]
     for name in sorted(active, key=lambda name: folders.index(bins[name])):
         yield os.path.join(bins[name], "python"), name
+    if default is not None:
+        yield shutil.which(default[0]), default[1]
     if not _of_system(running):
         yield running, RUNNING
     for name in names:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import __version__
-from . import interpreter
+from . import defaults, interpreter
 
 
 class Command(NamedTuple):
@@ -103,6 +103,7 @@ def _restart_with_torch(name: str) -> None:
     if importlib.util.find_spec("torch") is not None:
         return
     try:
-        interpreter.restart(interpreter.choose(os.environ).path)
-    except interpreter.InterpreterError as error:
+        default = defaults.python()
+        interpreter.restart(interpreter.choose(os.environ, default=default).path)
+    except (interpreter.InterpreterError, defaults.DefaultsError) as error:
         sys.exit(f"ddpkit {name}: error: {error}")

@@ -20,7 +20,7 @@ from ...launch_error import LaunchError
 from ...launch_report import FAILURE_FILE, Failure
 from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
-from .. import interpreter
+from .. import defaults, interpreter
 from ..arguments import ArgumentParser
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
@@ -134,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.hang_timeout is not None:
         os.environ[HANG_TIMEOUT] = f"{args.hang_timeout:g}"
     try:
+        defaults.set_variables(os.environ)
         _check_started_once()
         _check_command(args)
         plan = _make_plan(args)
@@ -218,7 +219,8 @@ def _python_for_ranks(args: argparse.Namespace) -> str:
     environ = {**os.environ, **({"PYTHON": args.python} if args.python else {})}
     if args.container and not needs_torch:
         environ.pop("PYTHON", None)  # that of the image
-    chosen = interpreter.choose(environ, torch=needs_torch)
+    default = defaults.python()
+    chosen = interpreter.choose(environ, torch=needs_torch, default=default)
     os.environ.pop(interpreter.STARTED_BY, None)  # for this start only
     if needs_torch and (chosen.passed_over or not interpreter.is_of_prompt(chosen.path, environ)):
         print_status(str(chosen))

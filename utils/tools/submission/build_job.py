@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...job.commands import SchedulerError
 from ...launchers.rank_variables import INDEPENDENT
-from .. import interpreter
+from .. import defaults, interpreter
 from ..launch.nested import refusal
 from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, Job, option_name, parse_walltime, split_directive
@@ -222,7 +222,9 @@ def with_python(job: Job, args: argparse.Namespace, profile: Profile) -> tuple[J
     named = {name: value for name, value in job.environment.items() if name == "PYTHON" and value}
     try:
         chosen = interpreter.choose(
-            {**os.environ, **named}, torch=is_script or job.launcher == "torchrun"
+            {**os.environ, **named},
+            torch=is_script or job.launcher == "torchrun",
+            default=(default := defaults.python()),
         )
     except interpreter.InterpreterError as error:
         if profile.modules and not named:
@@ -234,7 +236,8 @@ def with_python(job: Job, args: argparse.Namespace, profile: Profile) -> tuple[J
         return job, [str(error)]
     # The kit's Python may run this script only because the Python of the shell has no PyYAML.
     is_kits = chosen.path == interpreter.KIT_PYTHON and "VIRTUAL_ENV" not in os.environ
-    if profile.modules and (is_kits or chosen.source not in ("PYTHON", *interpreter.ACTIVE)):
+    meant = ("PYTHON", *interpreter.ACTIVE, default.origin if default else "PYTHON")
+    if profile.modules and (is_kits or chosen.source not in meant):
         return job, []
     if is_script:
         note(str(chosen))

@@ -8,6 +8,7 @@ A mistake is reported with file, line and key.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -101,6 +102,14 @@ def load(name: str) -> Profile:
     is_file = "/" in name or name.endswith((".yaml", ".yml"))
     path = Path(name) if is_file else FOLDER / f"{name}.yaml"
     if not is_file and name not in names():
+        own = next(
+            (f"./{name}{end}" for end in (".yaml", ".yml", "") if os.path.isfile(name + end)), ""
+        )
+        if own:
+            raise ProfileError(
+                f"There is no site {name!r}, but a file. Write the path of a file with a slash: "
+                f"--site {own}"
+            )
         raise ProfileError(
             f"There is no site {name!r}. Expected one of {', '.join(names())}."
             f"{suggestion(name, names())} For a profile of your own, give its path: "

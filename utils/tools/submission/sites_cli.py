@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...job.commands import SchedulerError
+from .. import defaults
 from ..arguments import ArgumentParser
+from ..defaults import DefaultsError
 from . import profiles
 from .new_profile import new_profile
 from .profiles import ProfileError
@@ -20,6 +23,7 @@ List and write profiles of clusters, for `submit run --site`.
 ddpkit sites list                     list the profiles of the kit, and where their values are from
 ddpkit sites new --output ours.yaml   write a profile from what the scheduler, the modules and the
                                       hardware report; run it on a node with GPUs
+ddpkit sites config                   print the defaults of options, and the file each is from
 """
 
 
@@ -30,11 +34,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     args = parser.parse_args(sys.argv[1:] if words is None else words)
-    if args.output and args.subcommand == "list":
-        parser.error("list takes no --output")
+    if args.output and args.subcommand != "new":
+        parser.error(f"{args.subcommand} takes no --output")
     try:
+        if args.subcommand == "config":
+            return _print_defaults()
         return _list() if args.subcommand == "list" else _new(args.output)
-    except (ProfileError, SchedulerError) as error:
+    except (DefaultsError, ProfileError, SchedulerError) as error:
         print(f"ddpkit sites: error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
@@ -46,12 +52,12 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="ddpkit sites",
-        usage="ddpkit sites list | new [--output FILE]",
+        usage="ddpkit sites list | new [--output FILE] | config",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("subcommand", choices=("list", "new"))
+    parser.add_argument("subcommand", choices=("list", "new", "config"))
     group = parser.add_argument_group("new").add_argument
     group("--output", type=Path, metavar="FILE", help="a new file (default: standard output)")
     return parser
@@ -67,6 +73,17 @@ def _list() -> int:
     return 0
 
 
+def _print_defaults() -> int:
+    found = defaults.load()
+    for name, setting in defaults.SETTINGS.items():
+        value, origin = found.get(name, (setting.default, "not set"))
+        print(f"{name:<15} {value:<28} {origin}")
+    print("\nThe command line wins, then variables, then these files:")
+    for path in defaults.files():
+        print(f"  {path}{'' if os.path.exists(path) else ' (does not exist)'}")
+    return 0
+
+
 def _new(output: Path | None) -> int:
     text = new_profile()
     if output is None:
@@ -79,8 +96,9 @@ def _new(output: Path | None) -> int:
         raise ProfileError(
             f"{output} cannot be written: {error.strerror}. Give the name of a new file."
         ) from None
+    path = output if output.is_absolute() else f"./{output}"
     print(
         f"{output}: written. Complete it, then look at a job script: "
-        f"ddpkit submit run --site ./{output} --dry-run train.py"
+        f"ddpkit submit run --site {path} --dry-run train.py"
     )
     return 0

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...job.commands import SchedulerError
+from .. import defaults
 from ..arguments import ArgumentParser
+from ..defaults import DefaultsError
 from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, JobError
 from . import profiles, queries
@@ -23,7 +25,6 @@ from .paths import doctor_words
 from .profiles import ProfileError
 from .submit import run
 
-SITE = "DDPKIT_SITE"  # the profile of this cluster, which a centre's module file sets
 DESCRIPTION = """\
 Submit a training script as a Slurm or PBS job, and query submitted jobs.
 
@@ -48,12 +49,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     args = parse(sys.argv[1:] if words is None else words)
     try:
+        _set_defaults(args)
         return _run(args)
     except JobError as error:
         names = {one.dest: one.option_strings[-1:] for one in _parser("run")._actions}
         option = "".join(names.get("folder" if error.field == "output" else error.field, []))
         return _error(f"{error}" + (f" (option {option}, or the site file)" if option else ""))
-    except (UsageError, SchedulerError, ProfileError) as error:
+    except (UsageError, SchedulerError, ProfileError, DefaultsError) as error:
         return _error(str(error))
     except BrokenPipeError:
         sys.stderr.close()
@@ -72,6 +74,14 @@ def _error(text: str) -> int:
     with contextlib.suppress(OSError):  # standard error may be on the full disk
         print(f"ddpkit submit: error: {text}", file=sys.stderr)
     return 1
+
+
+def _set_defaults(args: argparse.Namespace) -> None:
+    """Fill in what the command line leaves out, from variables and files."""
+    found = defaults.load()
+    for attribute, name in (("site", "site"), ("account", "account"), ("queue", "partition")):
+        if name in found and getattr(args, attribute, "") is None:
+            setattr(args, attribute, found[name].value)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -168,7 +178,6 @@ def _parser(name: str) -> ArgumentParser:
         parser.add_argument(
             "--site",
             metavar="NAME|FILE",
-            default=os.environ.get(SITE) or None,
             help="for a job that has no record in --folder",
         )
     if name in ("status", "list"):
@@ -249,9 +258,8 @@ def _add_job_options(add: Callable[..., object]) -> None:
     add(
         "--site",
         metavar="NAME|FILE",
-        default=os.environ.get(SITE) or None,
         help=f"profile of the cluster: {', '.join(profiles.names())}, or a YAML file "
-        f"(default: {SITE}, or generic-slurm or generic-pbs)",
+        "(default: that of ddpkit sites config)",
     )
     for name, option in OPTIONS.items():
         add(*option.flags.split(), dest=name, **option.argparse)

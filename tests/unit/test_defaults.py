@@ -1,0 +1,137 @@
+"""Defaults of options in files: which wins, what a mistake says, and what commands do with them."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.programs import ROOT
+from tests.unit.pythons import make_environment
+from tests.unit.scheduler_commands import Commands
+from tests.unit.submission import Login
+from utils.tools import defaults, interpreter
+from utils.tools.defaults import DefaultsError
+from utils.tools.main import main
+
+READS_TOML = sys.version_info >= (3, 11)
+PROJECT = """
+[tool.ddpkit]
+site = "./ours.yaml"
+hang-timeout = 90
+check-training = false
+"""
+USER = """\
+---
+# mine
+account: abc@v100  # of this year
+hang-timeout: 30
+partition: "gpu"
+"""
+CENTRE = "partition: long\nport-range: 20000-20999\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder below a project, with a home and a centre's file; no variable is set."""
+    for setting in defaults.SETTINGS.values():
+        monkeypatch.delenv(setting.variable or "DDPKIT_NONE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(defaults, "CENTRE_FILE", str(tmp_path / "centre.yaml"))
+    (tmp_path / "config").mkdir()
+    (tmp_path / "project" / "src").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project" / "src")
+    return tmp_path
+
+
+def write(folder: Path, project: str = "", user: str = "", centre: str = "") -> None:
+    (folder / "project/pyproject.toml").write_text(project)
+    (folder / "config/ddpkit.yaml").write_text(user)
+    (folder / "centre.yaml").write_text(centre)
+
+
+def test_project_wins_over_user_over_centre(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert defaults.load() == {}
+    write(folder, PROJECT if READS_TOML else "", USER, CENTRE)
+    project, user, centre = f"{folder}/project/pyproject.toml", f"{folder}/config/ddpkit.yaml", f"{folder}/centre.yaml"
+    expected = {"account": ("abc@v100", user), "partition": ("gpu", user), "port-range": ("20000-20999", centre),
+                "hang-timeout": ("30", user)}
+    if READS_TOML:
+        expected |= {"site": (f"{folder}/project/./ours.yaml", project), "hang-timeout": ("90", project),
+                     "check-training": ("false", project)}
+    assert defaults.load() == expected
+    monkeypatch.setenv("DDPKIT_HANG_TIMEOUT", "7")
+    assert defaults.load() == {**expected, "hang-timeout": ("7", "$DDPKIT_HANG_TIMEOUT")}
+
+
+@pytest.mark.parametrize(("files", "message"), [
+    ({"user": "acount: x"}, "config/ddpkit.yaml: the key 'acount' is unknown. Did you mean 'account'?"),
+    ({"user": "account: a\nhang-timeout: soon"}, "hang-timeout is 'soon'. Expected a value such as 300"),
+    ({"centre": "account: a\n- b"}, "centre.yaml, line 2: '- b' is not 'key: value'"),
+    *[({"project": "[tool.ddpkit]\nport-range = 7"}, "port-range is '7'. Expected"),
+      ({"project": "[tool.ddpkit"}, "pyproject.toml is not TOML")] * READS_TOML])
+def test_mistake_names_file_and_key(folder: Path, files: dict[str, str], message: str,
+                                    capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, **files)
+    with pytest.raises(DefaultsError) as raised:
+        defaults.load()
+    assert message in str(raised.value)
+    for words in (["launch", "-n", "2", "hostname"], ["submit", "run", "train.py"], ["sites", "config"]):
+        assert main(words) in (1, 2)
+        assert message in capsys.readouterr().err
+
+
+def test_python_3_10_says_that_it_reads_no_toml(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    write(folder, "[project]\nname = 'ddpkit'\n")
+    assert defaults.load() == {}
+    write(folder, PROJECT)
+    with pytest.raises(DefaultsError, match=r"cannot read TOML. Expected Python 3.11 or newer. Write these lines into"):
+        defaults.load()
+
+
+def test_config_prints_each_value_with_its_origin(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, "", USER, CENTRE)
+    assert main(["sites", "config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["account", "abc@v100", f"{folder}/config/ddpkit.yaml"]
+    assert lines[5].split() == ["port-range", "20000-20999", f"{folder}/centre.yaml"]
+    assert lines[6].endswith("not set") and len(lines) == 7 + 2 + 3
+
+
+def test_ranks_get_the_values_that_they_read(folder: Path) -> None:
+    write(folder, "", "hang-timeout: 30\nport-range: 23000-23999\ncheck-training: false\n")
+    show = "echo $DDPKIT_HANG_TIMEOUT $DDPKIT_PORT_RANGE $DDPKIT_CHECK_TRAINING"
+    words = [sys.executable, str(ROOT / "scripts/launch.py"), "-n", "2"]
+
+    def launched(*options: str, **environ: str) -> str:
+        done = subprocess.run([*words, *options, "sh", "-c", show], text=True, capture_output=True, timeout=60,
+                              env={**os.environ, **environ})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    assert launched() == "30 23000-23999 0\n" * 2
+    assert launched("--hang-timeout", "5", DDPKIT_CHECK_TRAINING="1") == "5 23000-23999 1\n" * 2
+
+
+def test_python_of_a_file_is_for_shells_without_an_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = make_environment(folder / "env", torch=True)
+    active = make_environment(folder / "active", torch=True)
+    write(folder, "", f"python: {python}\n")
+    environ = {"PATH": f"{active.parent}:/usr/bin:/bin"}
+    assert interpreter.choose(environ, default=defaults.python()).path == str(python)
+    environ["VIRTUAL_ENV"] = str(active.parents[1])
+    assert interpreter.choose(environ, default=defaults.python()).path == str(active)
+    write(folder, "", "python: /nowhere/python\n")
+    with pytest.raises(interpreter.InterpreterError, match="ddpkit.yaml sets python to '/nowhere/python'"):
+        interpreter.choose(environ, default=defaults.python())
+
+
+def test_command_line_of_submit_wins(folder: Path, commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, "", "site: generic-slurm\naccount: a1\npartition: gpu\n")
+    login = Login(folder, commands, capsys)
+    script = login.submit("run", "--dry-run", "train.py").out
+    assert "--account=a1\n" in script and "--partition=gpu\n" in script
+    script = login.submit("run", "--dry-run", "--site", "generic-pbs", "-A", "a2", "train.py").out
+    assert "#PBS -A a2\n" in script and "#PBS -q gpu\n" in script
