@@ -70,9 +70,9 @@ ENDED = "the others will be ended"
     (said("status", "rank 2 on n2 was ended by SIGSEGV (exit status 139)", 2, "n2"), ("crash", 2, "n2", None)),
     ("/usr/bin/python3: No module named x", ("program_error", None, None, False)),
     ("/spool/slurm_script: line 19: exec: ddpkit: not found", ("program_error", None, None, False)),
-    (said("hang", HANG, 5, "n3") + f"rank 0 on n1 stops, because {HANG}", ("kit_message", 5, "n3", None)),
+    (said("hang", HANG, 5, "n3") + f"rank 0 on n1 stops, because {HANG}", ("hang", 5, "n3", None)),
     (said("hang", "rank 3 on n2 (pid 7) does not respond: its process is stopped by a signal", 3, "n2")
-     + said("status", "rank 0 on n1 ended with exit status 1", 0, "n1"), ("kit_message", 3, "n2", None)),
+     + said("status", "rank 0 on n1 ended with exit status 1", 0, "n1"), ("hang", 3, "n2", None)),
     (said("uneven", "rank 3 on n2 left by sys.exit(). The ranks run different numbers of steps: give each", 3, "n2"),
      ("uneven_work", 3, "n2", False)),
     (WATCHDOG.format(0, "08:34:00") + TORCHRUN, ("watchdog_timeout", None, None, None)),
@@ -86,7 +86,7 @@ ENDED = "the others will be ended"
      "srun: error: n2: task 4: Segmentation fault (core dumped)\n", ("crash", 4, "n2", None)),
     ("The ranks hang: no progress for 7 s.\n  unknown: every rank that others wait for also waits. Check: rank 0 on n1 "
      "(pid 4) waits in broadcast\n" + said("hang", "unknown: every rank that others wait for also waits: rank 0 on n1"),
-     ("kit_message", None, None, None)),
+     ("hang", None, None, None)),
     (said("exception", "rank 0 on n1 failed: RuntimeError: [enforce fail at inline_container.cc:747] . open file "
           "failed with strerror: Permission denied", 0, "n1"), ("file_permission", 0, "n1", False)),
     (said("command", "no such file: nothere.py (in /home/u). Check the path of the script"),

@@ -22,10 +22,28 @@ _PLACEHOLDERS = {
 
 _HOST_NAME = re.compile(rf"(?!localhost){_WORD}")
 
-# "[rank3]: ", "3: " (srun --label), "[1,3]<stderr>:", "(Worker pid=7) ", "rank 3 on n2 failed: "
-_LABELS = re.compile(
-    r"(?:\x1b\[[\d;]*m|\[(?:rank ?|default)\d+\]:? ?|\d+: |\[\d+,\d+\]<std(?:err|out)>: ?"
-    r"|\([\w ]+ pid=\d+[^)]*\) |rank \d+ on \S+ failed: )+"
+# The name of a host before a line: it has a digit, and is not that of a program.
+_LABEL_HOST = (
+    r"(?!(?:python|pip|perl|gcc|g\+\+|cc1|lib|slurmstepd|torchrun|rank|step|epoch|iter|task|line)"
+    r"[\d._:-])(?![\w.-]*\.(?:py|sh|so)\b)(?P<host>[a-z](?=[\w.-]*\d)[\w.-]*{more})"
+)
+# What launchers and torch put before each line. local: the number of a rank on its host.
+_LABELS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\x1b\[[\d;]*m",
+        r"\[[Rr]ank ?(?P<rank>\d+)\]:? ?",
+        r"\[[A-Za-z_]+(?P<local>\d+)\]:? ?",  # torchrun: "[default0]:", "[trainer2]:"
+        r"\[(?P<rank>\d+)\] (?! )",  # mpiexec -l of MPICH and Intel MPI
+        r"\[(?P<rank>\d+)@(?P<host>[\w.-]+)\] ",  # a pattern of MPICH: "[%r@%h] "
+        r"(?P<rank>\d+): ",  # srun --label
+        r"\[(?:[\w.@-]+,)?(?P<rank>\d+)(?:\[\w+\])?\]<std(?:err|out|diag)>: ?",  # Open MPI
+        r"\([\w ]+ pid=\d+[^)]*\) ",  # Ray
+        r"rank (?P<rank>\d+) on (?P<host>\S+) failed: ",
+        _LABEL_HOST.format(more="") + r" (?P<rank>\d+): ",  # mpiexec -l of PALS
+        # pdsh, clush, ssh
+        _LABEL_HOST.format(more=r"|[a-z][\w.-]*(?=: (?:\[(?:rank ?)?\d|Traceback \(most)") + "): ",
+    )
 )
 # What the kit says to people it also writes as a Failure. What it logs may not end the job.
 _FOR_PEOPLE = re.compile(
@@ -33,7 +51,7 @@ _FOR_PEOPLE = re.compile(
 )
 _LOGGED = re.compile(r"\[rank \d+/\d+ \S+\] ERROR: ")
 # The rows of the kinds of failures, where the cause matches no other row, or always.
-_ALWAYS = ("left", "uneven", "preflight", "bad host")
+_ALWAYS = ("left", "uneven", "preflight", "bad host", "hang")
 _ROWS = {
     "command": "command_error",
     "start": "launch_error",
@@ -41,6 +59,7 @@ _ROWS = {
     "exception": "python_exception",
     "status": "unknown",
     "stop": "terminated",
+    "hang": "hang",
     "uneven": "uneven_work",
     "left": "left_early",
     "preflight": "preflight",
@@ -60,13 +79,15 @@ _RANK_AND_HOST = tuple(
 )
 _RANK = re.compile(
     r"\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std|Process name: \[\S+,(\d+)\]"
-    r"|[Rr]ank (\d+) failed to pass|\(rank (\d+) in comm|^  rank +: (\d+)"
+    r"|[Rr]ank (\d+) failed to pass|did not receive grad for rank (\d+)|\(rank (\d+) in comm"
+    r"|^  rank +: (\d+)"
 )
 # "n2:41:97 [0] NCCL", "[n2:41] *** Process received signal", torchrun's summary, LSF's report
 _HOST = re.compile(
     rf"(?<![\w.-])({_WORD}):\d+:\d+ \[\d+\] |\[([A-Za-z][\w.-]*)(?<!\.py):\d+[]: ]"
     rf"|srun: error: ({_WORD}): tasks|  ?ON ({_WORD}) CANCELLED|^  host +: ({_WORD})"
-    rf"|PID \d+ RUNNING AT ({_WORD})|executed on host\(s\) <(?:\d+\*)?({_WORD})>, in queue"
+    rf"|PID \d+ RUNNING AT ({_WORD})|slurmstepd-({_WORD}): "
+    rf"|executed on host\(s\) <(?:\d+\*)?({_WORD})>, in queue"
 )
 # Lines of launchers about the end of one process.
 _EXIT = re.compile(
@@ -74,8 +95,27 @@ _EXIT = re.compile(
     r"|: rank \d+ (?:died|exited)|Process name: \["
 )
 # Lines that say no cause, but where the job ran or which process failed.
-CONTEXT = ("Job was executed on host(s) <", " NCCL ", "Root Cause (first", "  time  ", "  host  ",
-           "  rank  ", "Process name: [", "RUNNING AT", FAILURE)  # fmt: skip
+_BY_SLURM = re.compile(
+    r"slurmstepd|StepId=|Exceeded \w+ memory limit|oom[-_]kill event|Slurm reports"
+)
+# What launch.py prints at the end. "error: " is not before what a rank has reported.
+_CLOSING = re.compile(
+    r"ddpkit launch: (?P<error>error: )?(?P<text>.*?)(?:, the others will be ended)?$"
+)
+_CLOSING_RANK = re.compile(rf"rank (\d+)(?: on ({_WORD}))?(?: \([^)]*\))? (.*)")
+_CLOSING_KINDS = (  # the beginning of the text after rank and host, and the kind of the failure
+    ("failed: ", "exception"), ("was ended by ", "status"),
+    ("ended with exit status 0", "left"), ("had ended with exit status 0", "left"),
+    ("ended with exit status ", "status"), ("ended without a report", "killed"),
+    ("left by ", "uneven"), ("cannot start", "start"), ("did not find rank 0", "start"),
+    ("did not enter ", "hang"), ("does not respond", "hang"),
+)  # fmt: skip
+_DETAIL = re.compile(
+    r"Parameter\w* (?:indices )?which did not receive grad for rank .*|\bRank \d+ has .* params.*"
+)
+CONTEXT = ("ddpkit launch: ", "LaunchError: ", "Job was executed on host(s) <", " NCCL ",
+           "Root Cause (first", "  time  ", "  host  ", "  rank  ", "Process name: [", "RUNNING AT",
+           FAILURE)  # fmt: skip
 
 _GPU_MEMORY = re.compile(
     r"(?P<total>\S+ \wiB) total capacity; (?P<used>\S+ \w+) already allocated; (?P<free>\S+ \w+)"
@@ -84,6 +124,18 @@ _GPU_MEMORY = re.compile(
 )
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _GPU_HELD, _GPU_FULL = (cause for cause in CAUSES if cause.name == "cuda_oom")
+
+
+class Labels(NamedTuple):
+    """What the labels before a line name, and the rest of the line.
+
+    local: the number of a rank on its host.
+    """
+
+    rank: int | None
+    host: str | None
+    local: int | None
+    message: str
 
 
 class _Signature(NamedTuple):
@@ -113,8 +165,7 @@ def keywords() -> tuple[str, ...]:
 
 def match(line: str) -> tuple[FailureCause, str | None] | None:
     """Return the cause that a line shows, and the host in the place of its pattern's {host}."""
-    labels = _LABELS.match(line)
-    message = line[labels.end() :] if labels else line
+    message = split_labels(line).message
     for keyword, regex, at_start, cause in _signatures():
         found = keyword in line and (regex.match(message) if at_start else regex.search(line))
         if found:
@@ -137,14 +188,82 @@ def read_failure(line: str) -> Failure | None:
             fields = json.loads(text)
             cause, kind, rank, host = (fields[name] for name in ("cause", "kind", "rank", "host"))
             if isinstance(rank, int | None) and all(isinstance(one, str) for one in (cause, kind)):
-                return Failure(cause, kind, rank, host if isinstance(host, str) else None)
+                found = Failure(cause, kind, rank, host if isinstance(host, str) else None)
+                return _blame_memory(found)
     return None
+
+
+def _blame_memory(failure: Failure) -> Failure:
+    """Return a failure with the host that had no memory left, as Slurm reports it.
+
+    Slurm then ends the ranks of all hosts: the first one that ends need not be on that host.
+    """
+    found = re.search(rf"out of memory(?: on ({_WORD}))?: ", failure.text)
+    if "Slurm reports: " not in failure.text or found is None or found[1] == failure.host:
+        return failure
+    return failure._replace(rank=None, host=found[1])
+
+
+def read_closing_line(line: str) -> Failure | None:
+    """Return what launch.py says last to people; None for another line of launch.py.
+
+    The line is read where no line for programs is in the output.
+    """
+    found = _CLOSING.match(split_labels(line).message)
+    if found is None:
+        return None
+    text = found["text"].removesuffix("\x1b[0m")
+    of_rank = _CLOSING_RANK.match(text)
+    if of_rank:
+        rank, host, rest = int(of_rank[1]), of_rank[2], of_rank[3]
+        kinds = [kind for words, kind in _CLOSING_KINDS if rest.startswith(words)]
+        if kinds:
+            return _blame_memory(Failure(text, kinds[0], rank, host))
+    if not found["error"]:
+        is_failure = re.search(r"\bhang\b|\bis lost\b|\blost contact\b|\bdisagree\b", text)
+        return Failure(text, "lost") if is_failure else None
+    if place := re.match(rf"preflight: the training is not started on ({_WORD})", text):
+        return Failure(text, "bad host", host=place[1].rstrip("."))
+    if text.startswith("preflight: "):
+        return Failure(text, "preflight")
+    is_stop = re.match("SIG[A-Z]+: |Slurm has ended the ranks: ", text)
+    return _blame_memory(Failure(text, "stop" if is_stop else "launch"))
+
+
+def read_launch_error(line: str) -> Failure | None:
+    """Return what a rank says to people that could not start; None if it follows another one."""
+    message = split_labels(line).message
+    name, marker, text = message.partition("LaunchError: ")
+    if not marker or name or text.startswith("this rank ("):
+        return None
+    return Failure(text, "start")
+
+
+def detail(line: str) -> str:
+    """Return which parameters a message of DDP names; "" in other lines."""
+    found = _DETAIL.search(line)
+    return found[0].strip()[:200] if found else ""
+
+
+def is_by_slurm(line: str) -> bool:
+    """Whether Slurm says that a host has no memory left: then it ends the ranks of all hosts."""
+    return _BY_SLURM.search(line) is not None
+
+
+def split_labels(line: str) -> Labels:
+    """Return what the labels before a line name, and what follows them."""
+    named: dict[str, str] = {}
+    rest = line
+    while found := next(filter(None, (label.match(rest) for label in _LABELS)), None):
+        named.update((name, text) for name, text in found.groupdict().items() if text is not None)
+        rest = rest[found.end() :]
+    rank, local = (int(named[name]) if name in named else None for name in ("rank", "local"))
+    return Labels(rank, named.get("host"), local, rest)
 
 
 def is_for_people(line: str) -> bool:
     """Whether a line repeats what the kit has written as a Failure."""
-    labels = _LABELS.match(line)
-    return any(map(_FOR_PEOPLE.match, (line, line[labels.end() :] if labels else line)))
+    return any(map(_FOR_PEOPLE.match, (line, split_labels(line).message)))
 
 
 def cause_of(failure: Failure) -> FailureCause:
@@ -154,7 +273,10 @@ def cause_of(failure: Failure) -> FailureCause:
     if cause is None or cause.name == "unknown" or failure.kind in _ALWAYS:
         name = _ROWS.get(failure.kind, "kit_message")
         cause = next(row for row in CAUSES if row.name == name)
-    if failure.kind in ("exception", "status"):
+    if cause.name == "unknown" and (status := re.search(r"exit status (\d+)", failure.text)):
+        if 1 < int(status[1]) < 128:  # 1 is that of every exception
+            cause = next(row for row in CAUSES if row.name == "exit_status")
+    if failure.kind in ("exception", "status") or cause.name == "exit_status":
         return cause
     cause = replace(cause, meaning=failure.text[:300], reporter="kit")
     if failure.kind == "killed":  # the launcher's report of its end says more
@@ -168,8 +290,9 @@ def rank_and_host(line: str) -> tuple[int | None, str | None]:
         both = pattern.search(line)
         if both:
             return int(both["rank"]), both["host"]
-    rank, host = _RANK.search(line), _HOST.search(line)
-    return int(rank[rank.lastindex or 0]) if rank else None, host and host[host.lastindex or 0]
+    found_rank, found_host, labels = _RANK.search(line), _HOST.search(line), split_labels(line)
+    rank = int(found_rank[found_rank.lastindex or 0]) if found_rank else labels.rank
+    return rank, found_host[found_host.lastindex or 0] if found_host else labels.host
 
 
 def reports_exit(line: str) -> bool:

@@ -10,19 +10,25 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
+from ...launch_report import Failure
 from .causes import CauseLevel, FailureCause
 from .lines import (
     cause_of,
+    detail,
+    is_by_slurm,
     is_for_people,
     keywords,
     match,
     rank_and_host,
+    read_closing_line,
     read_failure,
+    read_launch_error,
     reports_exit,
+    split_labels,
 )
 
 EXIT_RESTART = 1
@@ -60,6 +66,7 @@ class LogFinding:
     date: tuple[int, int] | None  # month and day
     seconds: float | None  # since midnight
     named: list[tuple[int | None, str | None]] = field(default_factory=list)
+    detail: str = ""  # which parameters the message names
 
     @property
     def key(self) -> tuple[str, CauseLevel, str]:
@@ -77,7 +84,9 @@ class Diagnosis:
 
     @property
     def cause(self) -> FailureCause:
-        return self.finding.cause
+        """The row, and what the output says beyond it."""
+        row, detail = self.finding.cause, self.finding.detail
+        return replace(row, meaning=f"{row.meaning} {detail.rstrip('.')}.") if detail else row
 
 
 def _key(cause: FailureCause) -> tuple[str, CauseLevel, str]:
@@ -102,6 +111,16 @@ class _Exit:
     time: str = ""  # "2026-07-24_08:33:05"
 
 
+@dataclass(frozen=True)
+class _Line:
+    """A line, its file and number, and the lines up to it."""
+
+    text: str
+    name: str
+    position: tuple[int, int]
+    context: bytes
+
+
 class _Reader:
     def __init__(self) -> None:
         self._findings: dict[tuple[object, int], LogFinding] = {}  # by cause and file
@@ -111,46 +130,70 @@ class _Reader:
         self._root_causes: list[_Exit] = []  # of torchrun's agents
         self._first_agent = ""  # the host of the agent that ended first
         self._num_lines: list[int] = []  # of each file
+        self._has_failure = False  # a line that the kit has written for programs
+        self._local_ranks: set[int] = set()  # known by their number on their host only
+        # The last line of launch.py, or else the first one of a rank that could not start: what it
+        # says, and a line to be noted.
+        self._closing: tuple[Failure, _Line] | None = None
+        self._launch_error: tuple[Failure, _Line] | None = None
 
     def read(self, stream: BinaryIO, name: str, number: int) -> None:
         label = _FILE_RANK.search(os.path.basename(name))
         file_rank = int(label[1]) if label else None
         line_number = 0
         for line_number, line, context in _lines_of_interest(stream):
-            failure = read_failure(line)
-            rank, host = (failure.rank, failure.host) if failure else rank_and_host(line)
             if line_number == 1 and _HOST_NAME.fullmatch(line):
-                host = line
-            if host:
-                self._hosts.add(host)
-                if rank is not None:
-                    self._host_of_rank.setdefault(rank, host)
-            if failure and failure.kind == "status":
-                self._first_exit = self._first_exit or _Exit(rank, host)
-                self._first_agent = self._first_agent or (host or "" if rank is None else "")
-            self._note_exit(line, rank, host)
-
-            if failure:
-                cause, named_host = cause_of(failure), host
-            elif (found := match(line)) is None or is_for_people(line):
-                continue
-            else:
-                cause, named_host = found
-            key = _key(cause), number
-            if key not in self._findings:
-                date, seconds = _last_time(context)
-                position = number, line_number
-                self._findings[key] = LogFinding(
-                    cause, name, line_number, line, line_number, position, date, seconds
-                )
-            self._findings[key].last_line_number = line_number
-            if cause.reporter == "survivor":
-                rank, host = None, named_host
-            elif failure is None and cause.reporter != "kit":
-                rank, host = file_rank if rank is None else rank, host or named_host
-            if (rank, host) not in self._findings[key].named:
-                self._findings[key].named.append((rank, host))
+                self._hosts.add(line)
+            one = _Line(line, name, (number, line_number), context)
+            self._note_for_people(one)
+            self._note(one, read_failure(line), file_rank)
         self._num_lines.append(line_number)
+
+    def _note_for_people(self, line: _Line) -> None:
+        """Note what the kit says to people, in case the line for programs is not in the output."""
+        if "ddpkit launch: " in line.text:
+            said = read_closing_line(line.text)
+            self._closing = (said, line) if said else None
+        elif self._launch_error is None and (said := read_launch_error(line.text)):
+            self._launch_error = said, line
+
+    def _note(self, line: _Line, failure: Failure | None, file_rank: int | None) -> None:
+        """Note what a line shows. failure: what the kit has written or said in it."""
+        text, number = line.text, line.position[0]
+        rank, host = (failure.rank, failure.host) if failure else rank_and_host(text)
+        if failure is None and rank is None and (rank := split_labels(text).local) is not None:
+            self._local_ranks.add(rank)
+        self._has_failure |= failure is not None
+        if host:
+            self._hosts.add(host)
+            if rank is not None:
+                self._host_of_rank.setdefault(rank, host)
+        if failure and failure.kind == "status":
+            self._first_exit = self._first_exit or _Exit(rank, host)
+            self._first_agent = self._first_agent or (host or "" if rank is None else "")
+        self._note_exit(text, rank, host)
+
+        if failure:
+            cause, named_host = cause_of(failure), host
+        elif (found := match(text)) is None or is_for_people(text):
+            return
+        else:
+            cause, named_host = found
+        key = _key(cause), number
+        if key not in self._findings:
+            date, seconds = _last_time(line.context)
+            self._findings[key] = LogFinding(
+                cause, line.name, line.position[1], text, line.position[1], line.position,
+                date, seconds,
+            )  # fmt: skip
+        self._findings[key].last_line_number = line.position[1]
+        self._findings[key].detail = self._findings[key].detail or detail(text)
+        if cause.reporter == "survivor":
+            rank, host = None, named_host
+        elif failure is None and cause.reporter != "kit":
+            rank, host = file_rank if rank is None else rank, host or named_host
+        if (rank, host) not in self._findings[key].named:
+            self._findings[key].named.append((rank, host))
 
     def _note_exit(self, line: str, rank: int | None, host: str | None) -> None:
         """Note the ends of processes that launchers report; torchrun does so in several lines."""
@@ -167,6 +210,9 @@ class _Reader:
             self._first_exit = _Exit(rank, host)
 
     def diagnose(self) -> Diagnosis | None:
+        said = self._closing or self._launch_error
+        if said and not self._has_failure:
+            self._note(said[1], said[0], None)
         findings = [one for one in self._findings.values() if not self._went_on_after(one)]
         if not findings:
             return None
@@ -174,7 +220,12 @@ class _Reader:
         while reasons := [one for one in findings if _explains(one, finding)]:
             finding = _first(reasons)
         same = [one for one in findings if one.key == finding.key]
-        rank, host = self._rank_and_host(finding, same)
+        if finding.cause.name == "host_oom" and is_by_slurm(finding.line):
+            rank, host = self._of_memory(findings)
+        else:
+            rank, host = self._rank_and_host(finding, same)
+        if rank in self._local_ranks and len(self._hosts) > 1:
+            rank = None  # each host has a rank with that number
         others = (one for one in findings if one not in same and one.cause.name != "unknown")
         return Diagnosis(finding, rank, host, tuple(others))
 
@@ -183,6 +234,14 @@ class _Reader:
         num_lines = self._num_lines[finding.position[0]] - finding.last_line_number
         is_hint = finding.cause.level in (CauseLevel.HINT, CauseLevel.WORD)
         return is_hint and num_lines > _LINES_AFTER_HINT
+
+    def _of_memory(self, findings: Sequence[LogFinding]) -> tuple[int | None, str | None]:
+        """Return which rank and host had no memory left, by all lines that say so."""
+        of_memory = [one for one in findings if one.cause.name == "host_oom"]
+        named = [pair for one in of_memory for pair in one.named]
+        host = next((host for _, host in named if host), None)
+        rank = next((rank for rank, one in named if rank is not None and one == host), None)
+        return rank, host
 
     def _rank_and_host(
         self, finding: LogFinding, same: Sequence[LogFinding]
