@@ -109,3 +109,13 @@ def test_numbers_out_of_range_are_refused(words: list[str], message: str, capsys
     with pytest.raises(SystemExit):
         cli.main(words)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "ignored"), [
+    (["--pairs", "all_reduce"], "OPERATION"), (["--pairs", "-b", "8"], "--minbytes"),
+    (["--pairs", "--png", "x.png", "--links", "x.json"], "--png, --links")])
+def test_option_that_pairs_would_ignore_is_an_error(
+        words: list[str], ignored: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["collectives", *words])
+    assert f"and ignores {ignored}. Leave that out" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from .trials import TrialFailed, Trials
 
 _log = get_logger(__name__)
 _EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "03_text_lm.py"
+_SMALLEST = 1 << 10  # bytes
 EPILOG = """\
 Start it with any launcher, like a training:
   torchrun --standalone --nproc-per-node 2 -m ddpkit bench collectives
@@ -68,7 +69,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     one.add_argument("--pairs", action="store_true", help="measure each pair of hosts")
     sweep = one.add_argument_group("sizes and iterations, as in nccl-tests")
     add = sweep.add_argument
-    add("-b", "--minbytes", type=_bytes, default=1 << 10, metavar="N", help="default: 1K")
+    add("-b", "--minbytes", type=_bytes, default=_SMALLEST, metavar="N", help="default: 1K")
     add("-e", "--maxbytes", type=_bytes, default=1 << 25, metavar="N", help="default: 32M")
     add("-n", "--iters", type=int, default=20, metavar="N", help="timed iterations; default: 20")
     output = one.add_argument_group("output")
@@ -106,6 +107,18 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         one.error(f"{unknown[0]!r} is not an operation. Expected some of {', '.join(OPERATIONS)}")
     if not 0 < args.minbytes <= args.maxbytes or args.iters < 1:
         one.error("expected 0 < -b <= -e, and -n at least 1. Correct them")
+    if args.pairs:
+        ignored = [
+            f"--{name}"
+            for name in ("minbytes", "png", "links")
+            if getattr(args, name) not in (None, _SMALLEST)
+        ]
+        ignored += ["OPERATION"] if args.operations else []
+        if ignored:
+            one.error(
+                f"--pairs measures an exchange of --maxbytes between each pair of hosts and "
+                f"ignores {', '.join(ignored)}. Leave that out, or measure without --pairs"
+            )
     args.operations = list(dict.fromkeys(args.operations))  # each once
     return args
 
