@@ -44,7 +44,6 @@ from .monitor.shutdown import (
     connection_failure,
     print_without_traceback,
     start_up_time_out,
-    write_hang_report,
 )
 from .startup.address import Rendezvous, agree
 from .startup.exchange import host_and_pid
@@ -460,26 +459,39 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
 
         return collectives.read_collectives(locations=ends)
 
+    def write_report(folder: str, cause: str) -> None:
+        from .monitor.hang_report import write_hang_report
+
+        write_hang_report(job.rank, folder, cause)
+
     monitor.own = OwnRank(
         entered_collectives,
         read_collectives,
         progress=lambda: total_collectives() + job._reported_progress,
-        write_report=functools.partial(write_hang_report, job.rank),
+        write_report=write_report,
     )
     if hang_timeout == "auto":
         torch_timeout = group_timeout(dist.group.WORLD)
         if torch_timeout is not None:
-            make_watch = functools.partial(_make_watch, job, torch_timeout, before_torch=True)
+            make_watch = functools.partial(
+                _make_watch, job, monitor, torch_timeout, before_torch=True
+            )
             # What it needs is loaded a little later: the start is as fast as without.
             monitor.watch(make_watch, seconds=min(20.0, torch_timeout / 30))
     elif hang_timeout:
-        watch = _make_watch(job, float(hang_timeout))
+        watch = _make_watch(job, monitor, float(hang_timeout))
         monitor.watch(lambda: watch)
 
 
-def _make_watch(job: Distributed, seconds: float, *, before_torch: bool = False) -> HangWatch:
+def _make_watch(
+    job: Distributed, monitor: Monitor, seconds: float, *, before_torch: bool = False
+) -> HangWatch:
+    """Load what a hang needs; return what decides whether the ranks hang."""
     from .monitor import collectives
+    from .monitor.hang_report import write_hang_report  # now: the file system may be what fails
     from .monitor.positions import HangWatch, time_before
+
+    monitor.own.write_report = functools.partial(write_hang_report, job.rank)
 
     has_recorder = collectives.has_recorder()
     if not has_recorder and not before_torch and job.is_main:

@@ -42,10 +42,11 @@ KINDS = {
     "thread": (4.0, LATE.format("0-7", "ranks 0-4,6-7 wait")),
     "gil": (1.5, "rank 5 on h3 .* does not respond: its process is in native code. Its last .*waits in all_reduce"),
     "aborted-itself": (1.5, r"rank 5 on h3 .* ended without a report.*Rank \d waits in all_reduce of \[\[4000\]\] at .*"
-                            "gloo aborts a rank .* that has entered a smaller collective"),
+                            "gloo has aborted it: it has entered a smaller collective"),
 }
 BLAMED = {"cut-host": {4, 5}, "group-skipped": set(), "recv-unsent": set(), "aborted-itself": set()}
-LOST = (r"A host is lost: no response for \d+ s.*\n  rank 4 on h3 .* does not respond to h1: its host is down, .*"
+LOST = (r"A host is lost: no response for \d+ s.*\n(?:ddpkit-failure .*\n)?rank 4 on h3 .* does not respond to h1: its "
+        r"host is down, .*"
         r"rank 5 on h3 .* does not respond to h1: its host is down")
 
 
@@ -80,7 +81,7 @@ def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str) -> Non
     if kind == "gil":
         assert re.search(r'^Timeout \(.*\n(.*\n)*? .*hangs\.py", line \d+ in go_wrong', result.output, re.MULTILINE)
     if kind == "blocked-loader":
-        files = sorted(hang_lab.hosts.folder.glob("*-blocked-loader/hang-*/rank*.txt"))
+        files = sorted(hang_lab.hosts.folder.glob("*-blocked-loader/hang-*/rank[0-9]*.txt"))
         assert [file.name for file in files] == [f"rank{rank}-h{rank // 2 + 1}.txt" for rank in range(8)]
         assert files[5].read_text().partition("Thread MainThread:")[2].lstrip().startswith('File "')
         again, ranks = judge(files[0].parent / "positions.json")
@@ -96,15 +97,16 @@ def test_lost_host_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
     check(result, LOST, "cut-host")
     waiting = [status for rank, status in enumerate(result.statuses) if rank != 5]  # which sleeps in no collective
     assert waiting == [1] * 7, result.output
-    assert re.search(r"rank 4 on h3 stops, because rank 0 on h1 .* does not respond to h3", result.output)
+    assert re.search(r"\nrank 0 on h1 .* does not respond to h3", result.output)
 
 
 def test_killed_rank_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
     """Also ranks that wait in a collective without it, or in one of NCCL, which does not raise."""
     result = hang_lab.run("killed", limit=0, seconds=40, lost_seconds=6)
     assert result.statuses == [1] * 5 + [-9] + [1] * 2, result.output
-    cause = r"A rank has ended: no collective for \d+ s since then\.\n  rank 5 on h3 .* ended without a report"
-    assert re.search(cause, result.output), result.output
+    ended = r"\nrank 5 on h3 .* ended without a report"
+    for line in (r"A rank has ended: no collective for \d+ s since then\n", ended):
+        assert re.search(line, result.output), result.output
 
 
 def test_pauses_are_no_hang(hang_lab: HangLab) -> None:

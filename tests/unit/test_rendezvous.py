@@ -229,7 +229,7 @@ def test_a_wrong_master_addr_is_named(rank: int, address: str, expected: str, po
     (placed(3, 4, "slurm", 2), slurm_job(5) | by_hand(29500),
      "MASTER_ADDR=127.0.0.1 is this host alone.*4 ranks run on several hosts"),
     (placed(3, 4, "slurm", 2), slurm_job(6) | {"SLURM_STEP_NODELIST": "n[1"}, r"NODELIST.*n\[1"),
-    (placed(1, 4, "mvapich", 2), {}, "rank 0's address is unknown.*mpi4py.*Export MASTER_ADDR")])
+    (placed(1, 4, "flux", 2), {}, "rank 0's address is unknown.*mpi4py.*Export MASTER_ADDR")])
 def test_what_cannot_lead_to_rank_0_is_an_error(
         placement: Placement, environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)

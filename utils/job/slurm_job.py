@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from .commands import SchedulerError, run_command
-from .notation import parse_duration, parse_number
+from .notation import parse_duration, parse_number, step_name
 
 Fields = dict[str, str]  # one record: field name or column -> text as printed
 
@@ -148,11 +148,6 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-# As numbered in slurm.h. Slurm 26.05 writes SLURM_STEP_ID=-5, earlier ones 4294967291 or nothing.
-SPECIAL_STEPS = {"extern": -4, "batch": -5, "interactive": -6}
-_STEP_NAMES = {str(id + base): name for name, id in SPECIAL_STEPS.items() for base in (0, 1 << 32)}
-
-
 def unique_job_id(environ: Mapping[str, str]) -> str:
     """Return an id that no other job has: "21", of an array element "20_1".
 
@@ -160,12 +155,6 @@ def unique_job_id(environ: Mapping[str, str]) -> str:
     """
     array, index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{index}" if array and index else environ["SLURM_JOB_ID"]
-
-
-def step_name(environ: Mapping[str, str]) -> str:
-    """Return the step around this process, such as "7" or one of SPECIAL_STEPS; "" without one."""
-    step = environ.get("SLURM_STEP_ID", "").strip()
-    return _STEP_NAMES.get(step, step)
 
 
 def in_step(environ: Mapping[str, str]) -> bool:

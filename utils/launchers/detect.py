@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..host.process import command_line, parent_pids
 from ..launch_error import LaunchError
 from .launcher import Launcher, Placement, is_set, number, shown
-from .mpi_launchers import MPICH, MVAPICH, PALS, PMI, Flux, IntelMPI, OpenMPI, Submitit
+from .mpi_launchers import MPICH, PALS, PMI, Flux, IntelMPI, OpenMPI, Submitit
 from .rank_variables import INDEPENDENT, InheritedVariables, inherited_variables
 from .slurm import SlurmStep
 from .torchrun import RANK_VARIABLES, ByHand, Single, Torchrun, is_stale
@@ -22,7 +22,6 @@ LAUNCHERS: list[Launcher] = [
     Torchrun(),
     Submitit(),
     PALS(),
-    MVAPICH(),
     OpenMPI(),
     IntelMPI(),
     MPICH(),

@@ -1,8 +1,8 @@
-"""The mpiexec of MPICH, Intel MPI, MVAPICH, Open MPI and HPE PALS; Flux; submitit.
+"""The mpiexec of MPICH, Intel MPI, Open MPI and HPE PALS; Flux; submitit.
 
-Sources: mpiexec(1) of MPICH and of PALS, the Intel MPI Developer Reference, the MVAPICH2 User
-Guide, mpirun(1) of Open MPI, flux-environment(7), submitit/local/local.py. PALS and Flux are
-tested only against the documentation.
+Sources: mpiexec(1) of MPICH and of PALS, the Intel MPI Developer Reference, mpirun(1) of Open MPI,
+flux-environment(7), submitit/local/local.py. PALS and Flux are tested only against the
+documentation. MVAPICH2, which sets PMI-1's variables, counts as MPICH.
 """
 
 from __future__ import annotations
@@ -17,12 +17,6 @@ from .launcher import Launcher, NameService, Placement, is_set, node_file, numbe
 # The processes, one on each host, that start the ranks. mpiexec itself is not one of them: a user's
 # wrapper may have such a name.
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn")
-
-
-def _key_value_space(environ: Mapping[str, str]) -> NameService | None:
-    from .pmi import KeyValueSpace
-
-    return KeyValueSpace(environ) if environ.get("PMI_FD") else None
 
 
 class Hydra(Launcher):
@@ -99,22 +93,6 @@ class PMI(Hydra):
     def is_present(self, environ: Mapping[str, str]) -> bool:
         # To start a single process from a rank, people unset these two and leave the others.
         return bool(is_set(environ, self.rank_variable, self.world_size_variable))
-
-
-class MVAPICH(Hydra):
-    """MVAPICH2 by mpirun_rsh or its Hydra, which set MPICH's variables as well."""
-
-    name = "mvapich"
-    rank_variable = "MV2_COMM_WORLD_RANK"
-    world_size_variable = "MV2_COMM_WORLD_SIZE"
-    local_rank_variable = "MV2_COMM_WORLD_LOCAL_RANK"
-    local_world_size_variable = "MV2_COMM_WORLD_LOCAL_SIZE"
-    parent_programs = ("mpispawn", "hydra_pmi_proxy", "mpirun*", "mpiexec*")
-    also_sets = ("mpich",)
-    mpi_libraries = ("MVAPICH", "MPICH")
-
-    def name_service(self, environ: Mapping[str, str]) -> NameService | None:
-        return _key_value_space(environ)  # mpirun_rsh does not publish names
 
 
 class OpenMPI(Launcher):
@@ -224,7 +202,9 @@ class Flux(Launcher):
         return placement
 
     def name_service(self, environ: Mapping[str, str]) -> NameService | None:
-        return _key_value_space(environ)  # Flux does not publish names
+        from .pmi import KeyValueSpace  # Flux does not publish names
+
+        return KeyValueSpace(environ) if environ.get("PMI_FD") else None
 
 
 class Submitit(Launcher):

@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from ..host import network
-from ..job.commands import SchedulerError, run_command
-from ..job.slurm_job import SPECIAL_STEPS, expand_counts, expand_hostlist, records, step_name
+from ..job.notation import SPECIAL_STEPS, step_name
 from ..launch_error import LaunchError
 from .launcher import Launcher, Placement, is_set, number, shown
 from .torchrun import unused_allocation
@@ -96,21 +95,23 @@ class SlurmStep(Launcher):
             yield from unused_allocation(environ, "srun --pty started one task")
 
     def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
+        from ..job.slurm_job import expand_hostlist
+
         try:
             nodes = expand_hostlist(environ.get(_NODE_LIST, ""))
             first_of_component = [expand_hostlist(part)[0] for part in _component_nodes(environ)]
         except ValueError as error:
             raise LaunchError(f"{_NODE_LIST}: {error}") from None
 
-        if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
-            hosts = [*_first_of_host_file(environ), *nodes]
-        elif first_of_component:
+        if first_of_component:
             # Rank 0 is in the first component that takes part in the step.
             hosts = [first for first in first_of_component if first in nodes or not nodes] + nodes
         else:
             # Since Slurm 26.05, which sets SLURM_JOB_SLUID, rank 0 is on the first node in the
             # topology of the network, and the list is sorted by name.
-            hosts = nodes if is_set(environ, "SLURM_JOB_SLUID") else nodes[:1]
+            is_sorted = is_set(environ, "SLURM_JOB_SLUID")
+            is_arbitrary = environ.get("SLURM_DISTRIBUTION") == "arbitrary"
+            hosts = nodes if is_sorted or is_arbitrary else nodes[:1]
         return list(dict.fromkeys(hosts)), _NODE_LIST
 
     def resolve(self, host: str) -> list[str]:
@@ -146,6 +147,8 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
     # In a heterogeneous job the list is sorted by node name, which SLURM_NODEID does not count.
     if node is None or not text or is_set(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
         return None
+    from ..job.slurm_job import expand_counts
+
     try:
         counts = expand_counts(text)
     except ValueError:
@@ -186,19 +189,12 @@ def _component_nodes(environ: Mapping[str, str]) -> list[str]:
     return []
 
 
-def _first_of_host_file(environ: Mapping[str, str]) -> list[str]:
-    """Return rank 0's host with srun --distribution=arbitrary: the first line of a file."""
-    try:
-        with open(environ.get("SLURM_HOSTFILE", ""), encoding="utf-8") as file:
-            host = file.readline().split("*")[0].strip()  # "n2*2": two ranks
-    except OSError:
-        return []
-    return [host] if host else []
-
-
 @functools.cache
 def _node_addresses(node: str) -> list[str]:
     """Return the IP addresses by which Slurm itself reaches a node, as scontrol reports them."""
+    from ..job.commands import SchedulerError, run_command
+    from ..job.slurm_job import records
+
     try:
         output = run_command(["scontrol", "show", "node", node], timeout_seconds=10)
         return network.resolve(records(output)[0]["NodeAddr"])

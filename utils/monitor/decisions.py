@@ -23,8 +23,8 @@ _LONGEST_CAUSE = 1 << 14  # characters, such as of an exception with a long text
 _BLOCKED_SHARE, _BUSY_SHARE = 1 / 3, 5  # of HOST_LOST_SECONDS, without progress since a rank ended
 _SHOWN_CAUSES = 8
 _ABORTED = (
-    "gloo aborts a rank (SIGABRT, status 134) that has entered a smaller collective than the "
-    "others: compare the sizes of tensors"
+    "If its exit status is 134 (SIGABRT), gloo has aborted it: it has entered a smaller collective "
+    "than the others, so compare the sizes of tensors"
 )
 
 

@@ -247,9 +247,10 @@ class Monitor:
             urgency = 1 + is_over
             if not reports or self._reported >= urgency:
                 return
+            prints = self._announced or self.decisions.prints(cause)
+            options = {"prints": prints and not self._reported}
             self._reported = urgency
             failure = cause._replace(is_over=is_over)
-            options = {"prints": self._announced or self.decisions.prints(cause)}
             threading.Thread(target=report_first_cause, args=(failure,), kwargs=options).start()
 
     # The thread ----------------------------------------------------------------------------------

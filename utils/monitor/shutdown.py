@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -181,7 +180,7 @@ class Shutdown:
         if not first:  # else launch.py prints it, or one of the ranks
             sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
-        _write_error_file(message, is_root_cause=is_root_cause)
+        write_error_file(message, is_root_cause=is_root_cause)
         if first and self._monitor is not None:
             self._monitor.report_to_launcher(first)
         elif first:
@@ -280,50 +279,7 @@ def _raised_by_torch(error: BaseException) -> bool:
     return bool(frames) and os.path.abspath(frames[-1].filename).startswith(_TORCH_AND_KIT)
 
 
-def write_hang_report(rank: int, folder: str, cause: str) -> None:
-    """Write the Python stacks of all threads and the last collectives of this rank to a file.
-
-    folder: "" for no file. Where it is not writable, stderr gets all. torchrun's agent gets the
-    cause in any case.
-    """
-    name = f"rank{rank}-{socket.gethostname()}.txt"
-    if folder:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
-                _write_stacks(file, cause)
-        except OSError as error:
-            _log.error("no hang report in %s: %s", folder, error.strerror)
-            with contextlib.suppress(OSError):
-                _write_stacks(sys.stderr, cause)
-    _write_error_file(cause, is_root_cause=False)
-
-
-def _write_stacks(file: TextIO, cause: str) -> None:
-    """Write the stacks, those of the script before those of the kit's own threads."""
-    from .collectives import show_collectives
-
-    file.write(f"{cause}\n\nStacks, innermost frame last:\n")
-    threads = {thread.ident: thread for thread in threading.enumerate()}
-    main = threading.main_thread()
-    stacks = []
-    for ident, frame in sys._current_frames().items():
-        thread = threads.get(ident)
-        lines = traceback.format_stack(frame)
-        is_of_kit = thread is not main and all(_is_of_kit(line) for line in lines)
-        stacks.append((is_of_kit, thread is not main, thread.name if thread else "", lines))
-    for *_, name, lines in sorted(stacks, key=lambda stack: stack[:2]):
-        file.write(f"\nThread {name}:\n{''.join(lines)}")
-    file.write(f"\n{show_collectives()}")
-
-
-def _is_of_kit(line: str) -> bool:
-    """Whether a line of a stack is in this package, or in the library that starts its threads."""
-    path = line.split('"')[1] if '"' in line else ""
-    return path.startswith((_KIT, os.path.dirname(threading.__file__)))
-
-
-def _write_error_file(cause: str, *, is_root_cause: bool) -> None:
+def write_error_file(cause: str, *, is_root_cause: bool) -> None:
     """Give torchrun's agent the cause. It takes its worker with the earliest time for the root.
 
     A killed worker has no file; its time is when the agent noticed. Other ranks' times are later.
@@ -370,7 +326,7 @@ def print_without_traceback(failure: LaunchError) -> None:
         if error is failure:
             if not failure.reported_by_rank_0:
                 report_first_cause(Failure(str(failure), "start", failure.rank, failure.host))
-            _write_error_file(str(failure), is_root_cause=not failure.reported_by_rank_0)
+            write_error_file(str(failure), is_root_cause=not failure.reported_by_rank_0)
         else:
             previous(kind, error, trace)
 

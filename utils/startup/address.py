@@ -104,7 +104,7 @@ def _serve(
     placement: Placement, endpoints: Endpoints, report: RankReport, deadline: float
 ) -> Rendezvous:
     """Let the other ranks join, check all reports, and send the results."""
-    notes = [*endpoints.notes, *allow_connections(placement.world_size)]
+    allow_connections(placement.world_size)
     listener = open_listener(endpoints, placement.world_size)
     port = int(listener.getsockname()[1])
     try:
@@ -129,7 +129,7 @@ def _serve(
         local_addr=server.address,
         listener=listener,
         connections=connections,
-        notes=(*result.notes, *notes),
+        notes=(*result.notes, *endpoints.notes),
         table=result.table,
         secret=key,
         is_authenticated=endpoints.is_authenticated,

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..channel import Secret
 from ..host import network
 from ..launch_error import LaunchError
-from ..launchers import mpi
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement
 from ..launchers.torchrun import is_stale
 from .secret import find_secret
@@ -109,7 +109,16 @@ def find_endpoints(
 
     # From MPI_Init on, the launcher's name service belongs to the MPI library.
     uses_mpi = bool(launcher.mpi_libraries)
-    if uses_mpi and mpi.is_running() and connect(lambda: mpi.MpiBroadcast(launcher, placement)):
+
+    def connect_by_mpi(*, starts_mpi: bool) -> bool:
+        from ..launchers import mpi  # few ranks need it
+
+        if not starts_mpi and not mpi.is_running():
+            return False
+        limit = timeout if starts_mpi else None
+        return connect(lambda: mpi.MpiBroadcast(launcher, placement, limit))
+
+    if uses_mpi and "mpi4py.MPI" in sys.modules and connect_by_mpi(starts_mpi=False):
         return endpoints
     # On one host, ports derived from the identity are enough.
     if not is_local and connect(lambda: launcher.name_service(environ)):
@@ -127,7 +136,7 @@ def find_endpoints(
         return endpoints
 
     may_use_mpi = uses_mpi and not any(error.affects_mpi for error in unavailable)
-    if may_use_mpi and connect(lambda: mpi.MpiBroadcast(launcher, placement, timeout)):
+    if may_use_mpi and connect_by_mpi(starts_mpi=True):
         return endpoints
     if endpoints.hosts and endpoints.ports:
         return endpoints

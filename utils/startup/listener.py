@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ..host import network, process
+from ..host import network
 from ..launch_error import LaunchError
 from .endpoints import Endpoints
 
@@ -48,8 +48,8 @@ def open_listener(endpoints: Endpoints, world_size: int) -> socket.socket:
     )
 
 
-def allow_connections(world_size: int) -> Iterator[str]:
-    """Raise the limit of open files to what the ranks need; yield a note on a short accept queue.
+def allow_connections(world_size: int) -> None:
+    """Raise the limit of open files to what the ranks need.
 
     Raises LaunchError when the hard limit is too low.
     """
@@ -64,10 +64,3 @@ def allow_connections(world_size: int) -> Iterator[str]:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-    queue = process.system_setting("net/core/somaxconn")
-    if queue.isdecimal() and int(queue) < world_size:
-        yield (
-            f"net.core.somaxconn={queue} on {socket.gethostname()} is below the {world_size} "
-            "ranks: TCP retries connections beyond it, which takes seconds"
-        )

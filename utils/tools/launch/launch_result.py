@@ -193,7 +193,7 @@ class LaunchResult:
                 _, status, host = ended
                 self.status = status or self.status
                 first = first._replace(host=first.host or host, text=first.text.rstrip("."))
-                if first.kind == "killed":
+                if first.kind == "killed" and status != 128 + signal.SIGABRT:
                     first = _end_of(first, status)
                 elif status > 1:  # 1 is the status of every exception
                     which = f"Rank {first.rank} {describe_status(status)}"

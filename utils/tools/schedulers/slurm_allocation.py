@@ -7,16 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...job.commands import SchedulerError, run_command
-from ...job.notation import parse_number
+from ...job.notation import SPECIAL_STEPS, parse_number, step_name
 from ...job.slurm_job import (
-    SPECIAL_STEPS,
     Fields,
     expand_counts,
     expand_hostlist,
     fields_of,
     in_step,
     records,
-    step_name,
 )
 from .allocation import Allocation, AllocationError
 
