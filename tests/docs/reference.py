@@ -32,7 +32,10 @@ CLI_HEAD = """\
 # Commands
 
 `ddpkit COMMAND --help` prints this with examples, exit statuses and columns of tables. In a clone,
-`python utils COMMAND` is the same. This page is written by `python -m tests.docs.reference --write`."""
+`python utils COMMAND` is the same. This page is written by `python -m tests.docs.reference --write`.
+
+Tab completion: `python -m pip install shtab`, then `ddpkit --print-completion bash
+>~/.local/share/bash-completion/completions/ddpkit`; with `zsh`, into the file `_ddpkit` in a folder of `$fpath`."""
 API_HEAD = """\
 # Names for training scripts
 

@@ -69,6 +69,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_usage())
         return 0
+    if name == "--print-completion":
+        completion = importlib.import_module(f"{__package__}.completion")
+        modules = {
+            name: (f"{__package__}.{command.module}", command.description)
+            for name, command in COMMANDS.items()
+        }
+        return int(completion.main(arguments, modules))
     if name == "--version":
         print(f"ddpkit {__version__}")
         return 0
@@ -78,7 +85,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     commands = "\n".join(f"  {name:<11} {one.description}" for name, one in COMMANDS.items())
-    options = "Options: ddpkit COMMAND --help. Version: ddpkit --version"
+    options = (
+        "Options: ddpkit COMMAND --help. Version: ddpkit --version\n"
+        "Tab completion (needs shtab): ddpkit --print-completion bash, or zsh"
+    )
     return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\n{options}"
 
 
