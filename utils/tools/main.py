@@ -33,7 +33,9 @@ COMMANDS = {
         kit_needs=("yaml",),
     ),
     "sites": Command(
-        "list and write profiles of clusters", "submission.sites_cli", kit_needs=("yaml",)
+        "list and write profiles of clusters, print defaults",
+        "submission.sites_cli",
+        kit_needs=("yaml",),
     ),
     "doctor": Command("find out what is wrong with a job", "doctor.doctor_cli"),
     "bench": Command(

@@ -1,4 +1,4 @@
-"""`sites`: list the profiles of clusters, and write one for this cluster."""
+"""`sites`: list the profiles of clusters, write one for this cluster, and print defaults."""
 
 from __future__ import annotations
 
