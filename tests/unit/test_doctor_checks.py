@@ -120,6 +120,15 @@ INSTALLED = installation.InstallationFacts(scheduler="slurm", stale="", torch="2
     ({"gpus": 2, "gpu_vendor": "nvidia", "driver": "550.54"}, "c: 2 GPU(s), but torch 2.6.0 is not built for CUDA"),
     ({"cuda": "12.4", "gpus": 2, "gpu_vendor": "nvidia", "driver": "470.82"},
      "the driver of c is 470.82, but torch 2.6.0 is built for CUDA 12.4, which needs 525 or newer"),
+    *(({"gpus": 2, "gpu_vendor": "nvidia", "cuda": "12.8", "driver": "570.1", **change}, message)
+      for change, message in (
+        ({"nccl": "2.28.9", "features": ["aarch64"]}, "c has NCCL 2.28.9, which may hang without a message with"),
+        ({"nccl": "2.28.9", "features": ["x86_64"]}, ""), ({"nccl": "2.29.3", "features": ["aarch64"]}, ""),
+        ({"nccl": "2.28.3", "features": ["x86_64"]}, "c has NCCL 2.28.3, which may crash"),
+        ({"nccl": "2.28.8"}, "c has NCCL 2.28.8, which may crash"),
+        ({"ofi_plugin": "1.6.0", "features": ["cxi"]}, "c has aws-ofi-nccl 1.6.0, which may hang"),
+        ({"ofi_plugin": "1.6.0", "features": ["x86_64"]}, ""), ({"ofi_plugin": "1.7.1", "features": ["cxi"]}, ""))),
+    ({"nccl": "2.28.9", "features": ["aarch64"]}, ""),  # no GPU
     ({"stale": "RANK=3 WORLD_SIZE=8"}, "RANK=3 WORLD_SIZE=8 is set on c, but no launcher")])
 def test_installation(change: dict[str, Any], message: str) -> None:
     check_odd_host(installation.Installation(False), INSTALLED, change, message)
@@ -178,3 +187,14 @@ def test_unknown_check_is_named_and_the_status_of_a_doctor_that_fails_is_not_tha
     with open("/dev/full", "w") as full:
         done = doctor("--only", "limits", stdout=full)
     assert done.returncode > 2 and "No space left on device" in done.stderr, done
+
+
+def test_library_that_holds_the_interpreter_while_it_loads_excludes_no_host(tmp_path: Path) -> None:
+    """As a library of torch does on a slow file system: no thread of that process runs meanwhile."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.13.0'\n")
+    (tmp_path / "torch/distributed.py").touch()
+    (tmp_path / "torch/__init__.py").write_text(
+        "import ctypes, os\nif os.environ['RANK'] == '1':\n    ctypes.PyDLL(None).sleep(12)\n")
+    done = doctor("--only", "import", environ={"PYTHONPATH": str(tmp_path)}, launch=["scripts/launch.py", "-n", "2"])
+    assert done.returncode == 0 and "did not respond" not in done.stdout, done

@@ -2,19 +2,24 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.doctor_findings import conclude, exchanged, only
+from utils.host import gpus as host_gpus
 from utils.host import network
 from utils.tools.doctor import peers
 from utils.tools.doctor.check import Finding, Level, RankPlace, Ranks
 from utils.tools.doctor.checks.collective_calls import CollectiveFacts, Collectives
 from utils.tools.doctor.checks.connections import ConnectionFacts, Connections
+from utils.tools.doctor.checks.gpu_compute import GpuCompute
 from utils.tools.doctor.checks.gpu_health import GpuFacts, Gpus, parse
 
 ADDRESS, HERE = "10.0.0.{}".format, "127.0.0.1"
@@ -142,6 +147,41 @@ def test_idle_gpus_are_good() -> None:
         finding = only(gpus(ROW.format(0, 4, 0, reasons) + ROW.format(1, 570, "[N/A]", reasons)))
         assert "2 GPUs (NVIDIA A100-SXM4-80GB): no errors" in finding.message
     assert not gpus("")
+
+
+@pytest.mark.parametrize(("program", "words"), [
+    ("echo 'Unable to determine the device handle for GPU0000:41:00.0: GPU is lost.  Reboot'; exit 15",
+     "nvidia-smi fails on h1: Unable to determine the device handle for GPU0000:41:00.0: GPU is lost. Reboot"),
+    (f"case $1 in *query-gpu*) echo '{ROW.format(1, 4, 0, 1).strip()}';; esac",
+     "nvidia-smi does not list the GPU 0000:40:00.0 of h1"),
+    ("echo 'not a valid field'; exit 2", ""), ("exit 12", "")], ids=["lost", "not listed", "field", "no library"])
+def test_gpu_that_nvidia_smi_has_lost_is_a_finding(
+        program: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(host_gpus, "gpu_vendor", lambda *root: "nvidia")
+    monkeypatch.setattr(host_gpus, "visible_gpu_addresses", lambda environ: ["0000:40:00.0", "0000:41:00.0"])
+    me = RankPlace(0, "h1", 0, 0)
+    facts = Gpus().collect(Ranks(me, (me,)))
+    found = [one for one in conclude(Gpus(), [facts]) if one.level is Level.BAD]
+    assert [(one.hosts, one.exclude) for one in found] == [(("h1",), True)] * bool(words)
+    assert all(one.message.startswith(words) for one in found)
+
+
+@pytest.mark.parametrize(("program", "words"), [
+    ("print('ready', flush=True); time.sleep(60)", "does not compute: it did not compute within 1 s"),
+    ("print('ready', flush=True); raise RuntimeError('no memory')", "does not compute: RuntimeError: no memory"),
+    ("print('ready', flush=True)", ""), ("import no_such_module", "")], ids=["wedged", "fails", "good", "no torch"])
+def test_gpu_that_does_not_compute_is_a_finding_within_the_limit(
+        program: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_gpus, "gpu_vendor", lambda *root: "nvidia")
+    monkeypatch.setattr(host_gpus, "count_gpus", lambda *environ: 1)
+    me, began = RankPlace(0, "h1", 0, 0), time.monotonic()
+    check = GpuCompute([sys.executable, "-c", f"import time; {program}"], 1.0)
+    finding = only(conclude(check, [check.collect(Ranks(me, (me,)))]))
+    assert (finding.level, finding.exclude) == ((Level.BAD, True) if words else (Level.GOOD, False))
+    assert words in finding.message and time.monotonic() - began < 20
 
 
 def test_address_of_the_collectives() -> None:

@@ -26,6 +26,7 @@ from .check import Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
 from .checks.collective_calls import Collectives
 from .checks.connections import Connections
 from .checks.equality import Equality
+from .checks.gpu_compute import GpuCompute
 from .checks.gpu_health import Gpus
 from .checks.installation import Installation
 from .checks.limits import Limits
@@ -64,6 +65,7 @@ def all_checks(options: CheckOptions) -> list[Check[Any]]:
         StorageCheck(options.checkpoints),
         TorchImportCheck(),
         Gpus(),
+        GpuCompute(),
         Connections(),
         Collectives(),
     ]

@@ -8,7 +8,6 @@ https://docs.nvidia.com/deploy/nvidia-smi/index.html
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -21,6 +20,8 @@ from ..check import Check, Finding, Level, Ranks, Reported
 
 _USED_SHARE = 0.05  # of the memory, before any rank uses the GPU
 _NVIDIA_SMI_SECONDS = 20.0
+# Exit statuses: wrong argument, not supported, not permitted, no match, no library or function
+_NOT_A_GPU = (2, 3, 4, 6, 12, 13)
 _QUERIES = {
     "gpu": "index,name,uuid,pci.bus_id,memory.total,memory.used,"
     "ecc.errors.uncorrected.volatile.total,retired_pages.pending,clocks_throttle_reasons.active,"
@@ -38,9 +39,15 @@ _SLOWING = {  # nvmlClocksEventReasons that a healthy GPU does not have
 
 @dataclass
 class GpuFacts:
-    """The GPUs that this rank sees, each as Gpu."""
+    """The GPUs that this rank sees, each as Gpu.
+
+    problem: what nvidia-smi says where it fails, as it does after the loss of a GPU. lost:
+    addresses of GPUs that the driver has, but nvidia-smi does not list.
+    """
 
     gpus: list[dict[str, Any]]
+    problem: str = ""
+    lost: list[str] = field(default_factory=list)
 
 
 class Gpus(Check[GpuFacts]):
@@ -57,10 +64,14 @@ class Gpus(Check[GpuFacts]):
         if host_gpus.gpu_vendor() != "nvidia":
             return GpuFacts([])
         visible = host_gpus.visible_gpu_addresses(os.environ)
-        seen = [
-            one for one in read_gpus() if not all(visible) or one.address in visible or not visible
-        ]
-        return GpuFacts([asdict(one) for one in seen])
+        try:
+            gpus = read_gpus()
+        except NvidiaSmiError as error:
+            return GpuFacts([], str(error))
+        seen = [one for one in gpus if not all(visible) or one.address in visible or not visible]
+        listed = {one.address for one in gpus}
+        lost = [one for one in visible if one and one.lower() not in listed] if gpus else []
+        return GpuFacts([asdict(one) for one in seen], lost=lost)
 
     def conclude(self, reported: Sequence[Reported[GpuFacts]]) -> Iterator[Finding]:
         """Report each GPU that is not healthy."""
@@ -71,6 +82,28 @@ class Gpus(Check[GpuFacts]):
             for row in one.facts.gpus:
                 gpu = Gpu(**row)
                 seen.setdefault((host, gpu.uuid or gpu.address or str(gpu.index)), gpu)
+        problems = {(one.place.host, one.facts.problem) for one in reported if one.facts.problem}
+        for host, problem in sorted(problems):
+            findings.append(
+                Finding(
+                    Level.BAD,
+                    f"nvidia-smi fails on {host}: {problem}. Expected the state of each GPU",
+                    f"Exclude {host}, and report it: a lost GPU needs a reset or a reboot",
+                    hosts=(host,),
+                    exclude=True,
+                )
+            )
+        lost = {(one.place.host, address) for one in reported for address in one.facts.lost}
+        for host, address in sorted(lost):
+            findings.append(
+                Finding(
+                    Level.BAD,
+                    f"nvidia-smi does not list the GPU {address} of {host}, which the driver has",
+                    f"Exclude {host}, and report it: a lost GPU needs a reset or a reboot",
+                    hosts=(host,),
+                    exclude=True,
+                )
+            )
         for (host, _), gpu in seen.items():
             findings += _of_gpu(host, gpu)
         yield from findings
@@ -164,8 +197,15 @@ class Gpu:
     temperature: int | None = None
 
 
+class NvidiaSmiError(RuntimeError):
+    """nvidia-smi fails or does not respond, in its own words."""
+
+
 def read_gpus() -> list[Gpu]:
-    """Return all GPUs of this host that the driver shows; none where nvidia-smi fails."""
+    """Return all GPUs of this host that the driver shows; none without nvidia-smi.
+
+    Raises NvidiaSmiError where it says that it cannot reach a GPU.
+    """
     return parse(
         {
             query: _output(f"--query-{query}={columns}", "--format=csv,noheader,nounits")
@@ -175,17 +215,25 @@ def read_gpus() -> list[Gpu]:
 
 
 def _output(*words: str) -> str:
-    """Return what nvidia-smi prints; "" where it fails or a GPU does not respond."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    """Return what nvidia-smi prints; "" without it, or where it does not know a column."""
+    try:
         done = subprocess.run(
             ["nvidia-smi", *words],
             capture_output=True,
             text=True,
             timeout=_NVIDIA_SMI_SECONDS,
-            check=True,
+            check=False,
         )
+    except OSError:
+        return ""
+    except subprocess.TimeoutExpired:
+        raise NvidiaSmiError(f"it has not responded for {_NVIDIA_SMI_SECONDS:.0f} s") from None
+    if not done.returncode:
         return done.stdout
-    return ""
+    if done.returncode in _NOT_A_GPU:
+        return ""
+    said = " ".join(f"{done.stdout} {done.stderr}".split())[:300].rstrip(".")
+    raise NvidiaSmiError(said or f"exit status {done.returncode}")
 
 
 def parse(outputs: Mapping[str, str]) -> list[Gpu]:

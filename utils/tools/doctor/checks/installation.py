@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ....host import gpus
 from ....job.commands import SchedulerError
@@ -15,8 +15,9 @@ from ....launchers.launcher import shown
 from ....launchers.rank_variables import RANK_VARIABLES
 from ...launch.programs import Programs
 from ...schedulers import get_scheduler
+from .. import known_bad
 from ..check import Check, Finding, Level, Ranks, Reported
-from .equality import driver_version, torch_build, torch_folder
+from .equality import driver_version, software, torch_build, torch_folder
 
 _BUILDS = {"nvidia": "CUDA", "amd": "ROCm"}
 # The oldest driver of NVIDIA for each major version of CUDA, by minor version compatibility:
@@ -30,7 +31,8 @@ class InstallationFacts:
     """What is installed on a host.
 
     torch, cuda, hip, driver: versions, "" without. stale: variables of another launch. gpus:
-    of gpu_vendor, that the driver shows without masks. mpiexec: "TITLE (PATH)".
+    of gpu_vendor, that the driver shows without masks. mpiexec: "TITLE (PATH)". nccl, ofi_plugin:
+    versions, "" without. features: of known_bad.
     """
 
     scheduler: str
@@ -42,6 +44,9 @@ class InstallationFacts:
     gpus: int
     gpu_vendor: str
     mpiexec: str
+    nccl: str = ""
+    ofi_plugin: str = ""
+    features: list[str] = field(default_factory=list)
 
 
 class Installation(Check[InstallationFacts]):
@@ -69,6 +74,9 @@ class Installation(Check[InstallationFacts]):
             gpus=gpus.count_gpus({}),
             gpu_vendor=gpus.gpu_vendor() or "",
             mpiexec="" if self._quick else _mpiexec(),
+            nccl=software().get(known_bad.NCCL, ""),
+            ofi_plugin=known_bad.plugin_version(),
+            features=known_bad.host_features(),
         )
 
     def conclude(self, reported: Sequence[Reported[InstallationFacts]]) -> Iterator[Finding]:
@@ -125,6 +133,16 @@ def _check_torch(facts: InstallationFacts, host: str) -> Iterator[Finding]:
             hosts=(host,),
         )
         return
+    if facts.gpus:
+        versions = {known_bad.NCCL: facts.nccl, known_bad.OFI_PLUGIN: facts.ofi_plugin}
+        for row, version in known_bad.find_bad(versions, facts.features):
+            where = f" with {row.where}" if row.where else ""
+            yield Finding(
+                Level.WARNING,
+                f"{host} has {row.software} {version}, which {row.what}{where}",
+                f"{row.remedy}: {row.source}",
+                hosts=(host,),
+            )
     build = {"nvidia": facts.cuda, "amd": facts.hip}.get(facts.gpu_vendor)
     if build == "":
         name = _BUILDS[facts.gpu_vendor]
