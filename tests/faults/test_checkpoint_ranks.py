@@ -237,10 +237,31 @@ def made_too_early(dist: Distributed, checkpoints: Checkpointer) -> None:
 
 
 def folders_differ(dist: Distributed, checkpoints: Checkpointer) -> None:
-    with Checkpointer(f"{checkpoints.folder} of rank {dist.rank}", timeout=TIMEOUT) as apart:
+    """As where each rank names its folder by its own clock."""
+    folders = [f"{checkpoints.folder} of rank {rank}" for rank in range(2)]
+    for call in (lambda one: one.load_latest({"x": 0}), lambda one: one.save(1, {"x": 0})):
+        with Checkpointer(folders[dist.rank], timeout=TIMEOUT) as apart:
+            error, = set(gather(error_of(call, apart)))
+            assert f"2 different folders for checkpoints (rank 0: {folders[0]}; rank 1: {folders[1]})" in error
+
+    link = Path(f"{checkpoints.folder} by another name")
+    if dist.is_main:
+        link.symlink_to(checkpoints.folder)
+    dist.barrier()
+    with Checkpointer(link if dist.is_main else checkpoints.folder, timeout=TIMEOUT) as together:
+        assert together.load_latest(state_of(dist.rank)) is not None
+
+
+def folder_is_not_shared(dist: Distributed, checkpoints: Checkpointer) -> None:
+    """One name for two folders, as on the disks of two hosts."""
+    working_folder, own_folder = Path.cwd(), Path(f"{checkpoints.folder} of host {dist.rank}")
+    own_folder.mkdir()
+    os.chdir(own_folder)
+    with Checkpointer("/proc/self/cwd/checkpoints", timeout=TIMEOUT) as apart:
         assert apart.load_latest(state_of(dist.rank)) is None
         apart.save(1, state_of(dist.rank))
         assert "do not all hosts share it?" in error_of(apart.wait)
+    os.chdir(working_folder)
 
 
 def one_is_slow(dist: Distributed, checkpoints: Checkpointer) -> None:
@@ -270,7 +291,8 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
 RUNS = [*((form, [6], [each_rank_gets_back_what_differs, rank_1_writes_what_ddp_keeps_equal]) for form in FORMS),
         ("large", [], [only_what_is_needed_is_read]),
         ("faults", [1, 2], [one_finds_damage, one_disk_is_full, rank_0_has_no_memory, states_differ,
-                            one_has_what_cannot_be_saved, made_too_early, folders_differ, one_is_slow, one_dies])]
+                            one_has_what_cannot_be_saved, made_too_early, folders_differ,
+                            folder_is_not_shared, one_is_slow, one_dies])]
 EARLY: list[Checkpointer] = []
 
 

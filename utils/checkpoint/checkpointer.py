@@ -21,7 +21,7 @@ from ..log import get_logger
 from .checksums import BackgroundChecksums
 from .contents import CheckpointError, LoadedCheckpoint, RankMetadata, Restored, load, versions
 from .entries import StateError, check_state, unwrap, walk
-from .folder import CheckpointFolder, Retention
+from .folder import CheckpointFolder, Retention, folder_problem, report_folder
 from .format import Manifest, slice_name
 from .load import digest, load_newest, restore
 from .pack import Packed, pack
@@ -75,8 +75,9 @@ class Checkpointer:
     rounds it up to a power of two, and in torch 2.13 does not do so with
     PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64.
 
-    folder: on a file system that all hosts share; made if it is missing; for one job at a time: a
-        second one is refused while the process of rank 0 of the first one runs (lock.py).
+    folder: on a file system that all hosts share, the same on all ranks; made if it is missing;
+        for one job at a time: a second one is refused while the process of rank 0 of the first one
+        runs (lock.py).
         Other programs read it with list_steps(), load_part() and export_safetensors().
     keep: number of checkpoints that stay. With 2 or more, one is left if the last is damaged.
     keep_every: steps that are multiples of it stay as well.
@@ -130,7 +131,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._unraised: CheckpointError | None = None  # a failure that no call has raised yet
         self._try_again = False  # whether save_and_wait() has time for it, the same on all ranks
-        self._closed = self._checked_state = False
+        self._closed = self._checked_state = self._checked_folder = False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -237,6 +238,7 @@ class Checkpointer:
                 "save() was called after close(). Close the Checkpointer at the end of the training"
             )
         self._check_ranks()
+        self._check_folder()
         self._join()
         previous, self._unraised = self._unraised, None
         if isinstance(previous, PermanentError):
@@ -375,6 +377,18 @@ class Checkpointer:
                 "setup_distributed()"
             ) from error
 
+    def _check_folder(self) -> None:
+        """Compare the folder with those of the other ranks, in the first call."""
+        if self._checked_folder or self._ranks.world_size == 1:
+            return
+        try:
+            problem = self._ranks.decide("folder", report_folder(self.folder), folder_problem)
+        except CoordinationError as error:
+            raise CheckpointError(f"cannot use {self.folder}: {error}") from error
+        if problem:
+            raise CheckpointError(problem)
+        self._checked_folder = True
+
     # --- loading
 
     def load_latest(self, state: Any) -> Restored | None:
@@ -415,6 +429,7 @@ class Checkpointer:
 
     def _load(self, state: Any, step: int | None) -> Restored | None:
         self._check_ranks()
+        self._check_folder()
         self._join()
         try:
             check_state(state)  # also where there is no checkpoint yet: the first save is too late

@@ -12,13 +12,16 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
+from ..host.cores import format_ranges
 from ..log import get_logger
 from . import disk, lock
 from .format import MANIFEST, Damaged, Manifest, Unreadable, render_manifest
 from .storage import checkpoint_names, name_after, newest_by_step, read_manifest, step_of
 
 _log = get_logger(__name__)
+_SHOWN_FOLDERS = 4  # in a message
 _SAVING, _DELETING, _QUARANTINED = ".saving-", ".deleting-", ".damaged"
 
 _open_folders: set[Path] = set()  # temporary folders that this process writes into
@@ -46,6 +49,37 @@ class Retention:
                 f"keep_best is {self.keep_best}, best is {self.best!r}; expected 0 or more, "
                 "'min' or 'max'"
             )
+
+
+class FolderReport(TypedDict):
+    """Which folder a rank names."""
+
+    path: str
+    inode: int | None  # a shared folder may have different paths on different hosts
+
+
+def report_folder(path: Path) -> FolderReport:
+    """Return which folder this rank names."""
+    inode = None
+    with contextlib.suppress(OSError):
+        inode = os.stat(path).st_ino
+    return {"path": str(path), "inode": inode}
+
+
+def folder_problem(reports: Sequence[FolderReport]) -> str:
+    """Return a message if the ranks name different folders; "" if not. reports: by rank."""
+    first, ranks = reports[0], dict[str, list[int]]()
+    for rank, report in enumerate(reports):
+        is_same_folder = report["inode"] is not None and report["inode"] == first["inode"]
+        ranks.setdefault(first["path"] if is_same_folder else report["path"], []).append(rank)
+    if len(ranks) == 1:
+        return ""
+    names = [f"rank {format_ranges(same)}: {path}" for path, same in ranks.items()]
+    shown = "; ".join(names[:_SHOWN_FOLDERS]) + "; ..." * (len(names) > _SHOWN_FOLDERS)
+    return (
+        f"the ranks name {len(ranks)} different folders for checkpoints ({shown}). Expected one. "
+        "Choose the name on rank 0 and broadcast it"
+    )
 
 
 class ReadFolder:
