@@ -25,13 +25,14 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from .coordination import CoordinationError
 from .log import get_logger
@@ -50,6 +51,13 @@ _NO_STEP_AT, _NO_STEP_SECONDS = 16, 2.0
 # What a sampler of one rank has in common with those of the others, and what it has not.
 _SETTINGS = ("num_replicas", "shuffle", "seed", "drop_last", "epoch")
 _SHOWN = 8  # ranks in a message
+_ORDINALS = ("first", "second", "third", "fourth", "fifth")  # scripts count epochs from 0 or 1
+_SAMPLER_REMEDY = "Give it sampler=DistributedSampler(data, job.world_size, job.rank)"
+_STREAM_REMEDY = (
+    "No sampler divides an IterableDataset: split it by rank and worker in its __iter__(), "
+    "islice(samples, job.rank * workers + worker, None, job.world_size * workers), with "
+    "get_worker_info() for the workers"
+)
 
 
 # What one rank reports ----------------------------------------------------------------------------
@@ -156,7 +164,11 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
 def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return what the ranks compare about a loader: JSON values."""
     sampler = sampler_of(loader)
-    found: dict[str, Any] = {"is_divided": sampler is not None, "batch_size": loader.batch_size}
+    found: dict[str, Any] = {
+        "is_divided": sampler is not None,
+        "is_stream": isinstance(loader.dataset, IterableDataset),
+        "batch_size": loader.batch_size,
+    }
     with contextlib.suppress(Exception):  # of any data set
         found["length"] = len(loader.dataset)  # type: ignore[arg-type]
         found["batches"] = len(loader)
@@ -216,8 +228,8 @@ def parameter_problem(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
 
 def _other_parameters(rank: int) -> str:
     """Return a message; "" for the optimizer inside of a sharded one."""
-    names = (type(one).__name__ for one in gc.get_objects())
-    if "ZeroRedundancyOptimizer" in names:
+    sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if sharded is not None and _instances_of(sharded.ZeroRedundancyOptimizer):
         return ""
     return (
         f"the optimizer of rank {rank} has other parameters than that of rank 0. Freeze the same "
@@ -243,7 +255,7 @@ def data_problem(reports: Sequence[Mapping[str, Any]]) -> str:
     if divided == {False} and len(twins) == world_size and not _has_groups():
         return (
             f"all {world_size} ranks train on the same batches: the DataLoader does not divide the "
-            "data. Give it sampler=DistributedSampler(data, job.world_size, job.rank)"
+            f"data. {_STREAM_REMEDY if reports[0].get('is_stream') else _SAMPLER_REMEDY}"
         )
     if divided != {True}:
         return ""
@@ -289,7 +301,7 @@ def no_step_problem(ranks: Sequence[int], parameters: Sequence[Tensor]) -> str:
     They must where DistributedDataParallel has averaged the gradients: they computed theirs, too,
     unless torch's Join stands in for a rank that has no batches.
     """
-    owners = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    owners = _instances_of(DistributedDataParallel)
     averaged = [ddp for ddp in owners if ddp._lazy_init_ran and not ddp._join_config.enable]
     held = {id(one) for ddp in averaged for one in ddp.parameters()}
     if not ranks or not any(id(one) in held for one in parameters):
@@ -305,7 +317,7 @@ def describe_divergence(problem: str, parameter: Tensor) -> str:
 
     Searches the objects of this process, which takes some tens of milliseconds.
     """
-    found = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    found = _instances_of(nn.Module)
     wrapped = [one for one in found if isinstance(one, DistributedDataParallel)]
     names = [
         name
@@ -330,10 +342,27 @@ def describe_divergence(problem: str, parameter: Tensor) -> str:
     else:
         reason = (
             "Its gradients are not averaged, or one rank changes them or the parameter afterwards. "
-            "Load weights and freeze or unfreeze parameters before the model is wrapped; train "
-            "with ddp(x), not ddp.module(x); clip and step alike on all ranks"
+            "Leave no_sync() before the forward pass of the last micro-batch; load weights and "
+            "freeze or unfreeze parameters before the model is wrapped; train with ddp(x), not "
+            "ddp.module(x); clip and step alike on all ranks"
         )
     return f"{name} {problem}. {reason}"
+
+
+def _instances_of(kind: type) -> list[Any]:
+    """Return the instances of a class and its subclasses in this process.
+
+    No list of all objects is ever seen by Python code, as it also holds a tuple that the training
+    is building: tuple() would raise SystemError there, since it no longer owns that alone.
+    """
+    kinds, new = {kind}, [kind]
+    while new:
+        children: set[type] = set(new.pop().__subclasses__()) - kinds
+        kinds |= children
+        new.extend(children)
+    all_objects: Iterator[object] = chain.from_iterable(map(gc.get_objects, (None,)))
+    used = kinds.intersection(map(type, all_objects))
+    return [one for one in gc.get_referrers(*used) if type(one) in used]
 
 
 # Watching -----------------------------------------------------------------------------------------
@@ -440,7 +469,7 @@ class TrainingWatch:
         number, begun, last_order = self._loaders[epoch.loader]
         order = epoch.description.get("epoch")
         if epoch.description.get("shuffle") and begun and order == last_order:
-            self._send(lambda: self._log_once("set_epoch", _same_order(begun + 1)))
+            self._send(lambda: self._log_once("set_epoch", _same_order(begun)))
         self._loaders[epoch.loader] = [number, begun + 1, order]
         if begun < _CHECKED_EPOCHS:
             self._send(lambda: self._report_epoch(f"data/{number}/{begun}", epoch))
@@ -545,10 +574,14 @@ class TrainingWatch:
             _log.error("%s. (To switch this check off: %s=0)", problem, "DDPKIT_CHECK_TRAINING")
 
 
-def _same_order(number: int) -> str:
+def _same_order(begun: int) -> str:
+    """begun: epochs before the one that repeats the order."""
+    epoch, one_before = f"epoch {begun + 1}, counted from 1,", "epoch before"
+    if begun < len(_ORDINALS):
+        epoch, one_before = f"the {_ORDINALS[begun]} epoch", _ORDINALS[begun - 1]
     return (
-        f"epoch {number} has the order of the data of the one before: sampler.set_epoch() "
-        "was not called. Call it at the start of each epoch"
+        f"{epoch} repeats the order of the {one_before}: sampler.set_epoch() was not called. Call "
+        "it at the start of each epoch"
     )
 
 

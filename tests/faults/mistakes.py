@@ -128,7 +128,7 @@ def no_sampler_in_order(job: Distributed) -> None:
     train(job, loader=DataLoader(DATA, 16))
 
 
-@mistake("the DataLoader does not divide the data")
+@mistake("the DataLoader does not divide the data. No sampler divides an IterableDataset: split it by rank and worker")
 def stream_is_not_divided(job: Distributed) -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -161,7 +161,7 @@ def sampler_drops_last_on_one_rank(job: Distributed) -> None:
     train(job, loader=loader_with(job, drop_last=job.rank == 0))
 
 
-@mistake("sampler.set_epoch() was not called")
+@mistake("the second epoch repeats the order of the first: sampler.set_epoch() was not called")
 def set_epoch_forgotten(job: Distributed) -> None:
     train(job, set_epoch=lambda one, epoch: None)
 
@@ -261,7 +261,7 @@ def averages_are_copied_back_on_rank_0_alone(job: Distributed) -> None:
     train(job, after_step=halve)
 
 
-@mistake("Its gradients are not averaged")
+@mistake("Its gradients are not averaged, or one rank changes them or the parameter afterwards. Leave no_sync() before")
 def no_sync_is_never_left(job: Distributed) -> None:
     model = new_model()
     ddp = DDP(model)

@@ -35,6 +35,28 @@ def test_a_right_training_is_no_mistake(said: dict[str, list[str]], name: str) -
     assert not said[name]
 
 
+SEARCH = """\
+import sys, threading
+from torch import nn
+from utils import consistency
+sys.setswitchinterval(1e-5)
+model, done = nn.Linear(2, 2), threading.Event()
+def search():
+    for _ in range(20):
+        assert "weight differs" in consistency.describe_divergence("differs", model.weight)
+    done.set()
+threading.Thread(target=search, daemon=True).start()
+while not done.is_set():
+    tuple(number for number in range(50))
+"""
+
+
+def test_a_tuple_that_is_built_during_the_search_for_a_cause() -> None:
+    """Of all objects of the process: it raised SystemError in the training."""
+    done = python("-c", SEARCH)
+    assert done.returncode == 0, done.stderr
+
+
 LOSS = """\
 import torch
 from utils import setup_distributed

@@ -101,6 +101,18 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(shares: list[int], a
     assert ranks[0].require_backward_grad_sync  # also after a loop that was abandoned
 
 
+def test_accumulate_with_a_static_graph_needs_primed_buckets(alone: None) -> None:
+    """In no_sync(), the first backward pass would end in an assert of torch."""
+    ddp = DDP(model(), static_graph=True)
+    batches = [torch.randn(4, 5).double() for _ in range(3)]
+    with pytest.raises(RuntimeError, match=r"static_graph=True.* Call prime_ddp_buckets\(model, loss\)"):
+        list(accumulate(ddp, batches))
+    assert len(list(accumulate(ddp, batches[:1]))) == 1
+    prime_ddp_buckets(ddp, lambda: ddp(batches[0]).sum())
+    for batch, weight in accumulate(ddp, batches):
+        (weight * ddp(batch).square().mean()).backward()
+
+
 def test_tokens_can_be_counted_instead_of_samples() -> None:
     lengths = [{"mask": torch.ones(2, 3)}, {"mask": torch.tensor([[1.0, 0.0]])}]
     counted = accumulate(model(), lengths, size=lambda batch: float(batch["mask"].sum()))

@@ -163,13 +163,20 @@ def accumulate(
     size: returns the samples of a micro-batch; default: the length of the first tensor in it.
 
     Statistics that a model keeps, such as those of BatchNorm, are still of micro-batches. Raises
-    ValueError for a step without samples, TypeError for a batch whose length is unknown.
+    ValueError for a step without samples, TypeError for a batch whose length is unknown, and
+    RuntimeError with static_graph=True before prime_ddp_buckets().
     """
     sizes = [(size or _length)(batch) for batch in micro_batches]
     whole = sum(sizes) if samples is None else samples
     if micro_batches and not whole > 0:
         raise ValueError(
             f"the optimizer step has {whole} samples; expected more than 0. Leave empty steps out"
+        )
+    if len(micro_batches) > 1 and _records_static_graph(model):
+        raise RuntimeError(
+            "accumulate() was called before the first exchange of gradients of a "
+            "DistributedDataParallel with static_graph=True, which cannot be inside of no_sync(). "
+            "Call prime_ddp_buckets(model, loss) once before the training"
         )
     # A model without DistributedDataParallel has no gradients to exchange.
     no_sync: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
@@ -197,9 +204,7 @@ def prime_ddp_buckets(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) 
 
     Raises RuntimeError inside of no_sync(), where DDP records nothing.
     """
-    ddp = next(
-        (module for module in model.modules() if isinstance(module, DistributedDataParallel)), None
-    )
+    ddp = _find_ddp(model)
     if ddp is not None and not ddp.require_backward_grad_sync:
         raise RuntimeError(
             "prime_ddp_buckets() was called inside of no_sync(). Expected a pass that exchanges "
@@ -233,6 +238,21 @@ def prime_ddp_buckets(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) 
             for module, name, buffer, values in buffers:
                 buffer.copy_(values)
                 setattr(module, name, buffer)
+
+
+def _find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
+    return next(
+        (module for module in model.modules() if isinstance(module, DistributedDataParallel)), None
+    )
+
+
+def _records_static_graph(model: torch.nn.Module) -> bool:
+    """Return whether the next backward pass records the graph: in no_sync(), an assert of torch."""
+    ddp = _find_ddp(model)
+    if ddp is None or not ddp.static_graph:
+        return False
+    # Private: torch shows in no other way that the first backward pass is over.
+    return not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
 
 
 def _hook_states(ddp: DistributedDataParallel | None) -> list[tuple[object, dict[str, Any]]]:
