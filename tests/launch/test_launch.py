@@ -244,15 +244,15 @@ def test_the_ranks_of_another_launch_are_not_taken_for_its_own(job: Job) -> None
     ("ssh", "raise:1", 1, "rank 1 on h2 failed: ValueError: the loss is not a number"),
     ("ssh", "interface:1", 1, "rank 1 on h2.*GLOO_SOCKET_IFNAME=ib7"),
     ("torchrun", "kill-training:0", 1, r"rank 0 on h1 \(pid \d+\) ended without a report"),
-    ("ssh", "more:2", 1, r"rank [13] on h\d left normally after 20 collectives, and other ranks still wait for it"),
-    ("openmpi4", "leave=7:1", 7, r"rank 1 on h2 \(pid \d+\) ended without a report")])
+    ("ssh", "more:2", 1, r"rank 2 on h2 called all_reduce\(\) at .*, and ranks? [013,-]+ .*left normally after"),
+    ("openmpi4", "leave=7:1", 7, r"rank 1 on h2 .*ended without a report")])
 def test_the_last_line_names_what_failed_first(job: Job, by: str, fault: str, status: int, first: str) -> None:
     """It is not always the rank that ended first with a status other than 0."""
     job.nodes = ["h1", "h1", "h2", "h2"] if fault == "more:2" else ["h1", "h2"]
     done = job.run(by, str(RANK_PROGRAM), "--torch", "--fault", fault)
     assert done.status == status and "probably" not in done.output, done.output
     last = done.output.splitlines()[-1]
-    assert re.match(f"ddpkit launch: the ranks report what failed first: {first}", last), done.output
+    assert re.match(f"ddpkit launch: {first}", last), done.output
 
 
 def test_a_killed_agent_takes_its_ranks_and_the_launch_with_it(job: Job) -> None:
@@ -283,7 +283,7 @@ def test_a_host_that_is_cut_off_ends_the_launch(job: Job, by: str) -> None:
             job.lab.hosts.set_link("h2", "up")
     assert done.status == 1, done.output
     last = done.output.splitlines()[-1]
-    assert re.match(r"ddpkit launch: the ranks report what failed first: .*rank 1 on h2 .*its network is cut", last), (
+    assert re.match(r"ddpkit launch: .*rank 1 on h2 .*its network is cut", last), (
         done.output)
     assert [entry.host for entry in exclude_file.read(bad)] == ["h2"], done.output
 

@@ -182,3 +182,12 @@ def test_ranks_that_may_still_leave_are_waited_for() -> None:
     left_rank(of, 2)
     of.respond(1.1)
     assert of.first and of.first.rank == 0
+
+
+def test_rank_0_that_leaves_knows_who_calls_one_more() -> None:
+    of = decisions()
+    left_rank(of, 1)
+    of.query(2, "lost", 0.0, "barrier() at a")
+    cause = of.last_cause(Failure("rank 0 left normally", "uneven", 0, "h0"), 16, "left normally")
+    assert cause and (cause.kind, cause.rank) == ("uneven", 2)
+    assert cause.text.startswith("rank 2 on h2 called barrier() at a, and ranks 0-1 left normally after 16 collectives")

@@ -318,6 +318,15 @@ class Decisions:
             return cause._replace(text=text)
         return cause
 
+    def last_cause(self, own: Failure | None, entered: int | None, how: str) -> Failure | None:
+        """Return the cause that rank 0 knows when it leaves itself. own: what it reports then."""
+        known = self.known_cause()
+        if self.first or not known or known.kind != "uneven" or not own or own.kind != "uneven":
+            return known
+        self.left(self.rank, own, None, entered, how)
+        places = {rank: query.place for rank, query in self._queries.items() if query.place}
+        return self.explain_left(places) or known
+
     def explain_left(self, places: Mapping[int, str]) -> Failure | None:
         """Name the ranks that call one more collective than most; None where most call it.
 

@@ -177,8 +177,8 @@ class Monitor:
             self.leaving = True
             self.carry_out(self.decisions.end_hung(running=()))
             # Nobody can query rank 0 after it has left: it leaves with the cause that it knows.
-            first = self.decisions.known_cause() if self.rank == 0 else None
             entered = self.own.entered_collectives()
+            first = self.decisions.last_cause(cause, entered, how) if self.rank == 0 else None
             left = {"kind": "left", "cause": cause, "first": first, "entered": entered}
             self.send_all({**left, "how": how})
         self._wake()
@@ -431,7 +431,6 @@ class Monitor:
 
         def end() -> None:
             if not self.leaving:
-                self.report_to_launcher(cause)
                 process.end(1)
 
         timer = threading.Timer(self._hung_rank_timeout, end)
