@@ -218,6 +218,30 @@ def test_no_thread_of_a_worker_or_of_the_fork_server_handles_sigterm(method: str
     assert worker.exitcode == 0
 
 
+FIRST_WORKER = """\
+import multiprocessing, os, sys, time
+from pathlib import Path
+from utils.preemption import StopSignal
+with StopSignal():
+    worker = multiprocessing.get_context(sys.argv[1]).Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+    status = Path(f"/proc/{worker.pid}/status").read_text()
+    parent = int(status.partition("PPid:")[2].split()[0])  # the fork server, or this process
+    if parent != os.getpid():
+        status += Path(f"/proc/{parent}/status").read_text()
+    masks = [int(text.split()[0], 16) for text in status.split("SigBlk:")[1:]]
+    assert all(mask >> 14 & 1 for mask in masks), masks
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_the_first_process_of_multiprocessing_is_shielded(method: str) -> None:
+    """Its start would start the resource tracker, too, which unblocks SIGTERM."""
+    done = subprocess.run([sys.executable, "-c", FIRST_WORKER, method], stderr=subprocess.PIPE, text=True, timeout=100,
+                          cwd=Path(__file__).resolve().parents[2])
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_process_started_after_the_stop_signal_was_closed_is_not_shielded(method: str) -> None:
     """The fork server goes on from the time when a StopSignal was open."""

@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -111,6 +112,9 @@ def _exit_on_second_sigterm(read_end: int) -> None:
 def _wrap_start(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
     @functools.wraps(start)
     def start_with_signals_blocked(process: BaseProcess) -> None:
+        method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
+        if method != "fork":
+            resource_tracker.ensure_running()  # start() would do it, and that unblocks SIGTERM
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         _thread.starts_child = True
         process._child_setup = _ChildSetup()  # type: ignore[attr-defined]
