@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import faulthandler
 import os
 import random
 import signal
@@ -83,6 +84,7 @@ def start_rank(rank: int, ranks: int, port: int, folder: Path, workers: int, met
         target = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(target, 1)
         os.dup2(target, 2)
+        faulthandler.dump_traceback_later(1.8 * LIMIT_SECONDS)
         try:
             status = train(folder, workers, method)
         except BaseException:
@@ -126,7 +128,7 @@ def stop_once(ranks: int, workers: int, method: str, folder: Path) -> str:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
-        statuses = []
+        statuses, limit = [], time.monotonic() + LIMIT_SECONDS
         for pid in pids:
             while not (done := os.waitpid(pid, os.WNOHANG))[0]:
                 if time.monotonic() > limit:
@@ -164,9 +166,10 @@ def main() -> int:
             problem = stop_once(args.ranks, *case, Path(name))
             counts[case] += 1
             right[case] += not problem
+            print(f"{number + 1}: {case[0]} workers, {case[1]}: {problem or 'right'}", flush=True)
             if problem:
                 output = (Path(name) / "output").read_text(errors="replace")
-                print(f"{case[0]} workers, {case[1]}: {problem}\n{output[-3000:]}", flush=True)
+                print(output[-6000:], flush=True)
     for workers, method in cases:
         print(f"{workers} workers{f', {method}' if workers else ''}: {right[workers, method]} of "
               f"{counts[workers, method]} right")
