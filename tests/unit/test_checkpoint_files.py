@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -235,6 +236,28 @@ def test_a_refusing_disk_is_explained_and_costs_one_save(
         checkpoints.save_and_wait(5, state(5.0))
         assert checkpoints.failure is None
     assert os.listdir(tmp_path) == ["step-000000005"] and load(tmp_path) == 5
+
+
+def test_a_save_that_is_tried_again_on_a_full_disk_logs_its_failure_once(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def errors() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+    tries = itertools.count()
+
+    def full(*_: Any) -> int:
+        next(tries)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Checkpointer(tmp_path) as checkpoints:
+        for number, step in ((1, 10), (2, 20)):
+            with monkeypatch.context() as patch:
+                patch.setattr(disk, "system", ChangedDisk(write=full))
+                with pytest.raises(CheckpointError, match="No space left"):
+                    checkpoints.save_and_wait(step, state(1.0), retry_seconds=2)
+            assert len(errors()) == number and "Trying again for 2 s" in errors()[-1]
+            checkpoints.save_and_wait(step + 1, state(1.0))
+    assert next(tries) >= 6
 
 
 def test_a_folder_removed_during_training_is_made_again(

@@ -130,6 +130,7 @@ class Checkpointer:
         self._ended.set()
         self._pid = os.getpid()
         self._unraised: CheckpointError | None = None  # a failure that no call has raised yet
+        self._logged: set[str] = set()  # failures since the last safe checkpoint, each logged once
         self._try_again = False  # whether save_and_wait() has time for it, the same on all ranks
         self._closed = self._checked_state = self._checked_folder = False
         try:
@@ -343,6 +344,7 @@ class Checkpointer:
                 raise result.error
             if isinstance(job, SaveJob):
                 self.seconds = time.monotonic() - job.start
+            self._logged.clear()
             if self._ranks.rank == 0:
                 self._folder.delete_old()
         except Exception as error:
@@ -361,8 +363,13 @@ class Checkpointer:
             self.failure.__cause__ = error
         if isinstance(job, SaveJob):  # save() itself has raised the problem of a RefusedJob
             self._unraised = self.failure
-        if self._ranks.rank == 0:
-            _log.error("%s", error)
+        if self._ranks.rank == 0 and str(error) not in self._logged:
+            self._logged.add(str(error))
+            if self._try_again:
+                seconds = max(0, job.retry_until - time.monotonic())
+                _log.error("%s. Trying again for %.0f s", error, seconds)
+            else:
+                _log.error("%s", error)
 
     def _join(self) -> None:
         """Wait until the save in flight has ended, well or not."""
