@@ -157,15 +157,14 @@ def test_random_hosts_and_masks_keep_the_promises() -> None:
 
 @pytest.mark.parametrize(("text", "cpus"), [
     ("list:4-7:8-11", [{4, 5, 6, 7}, {8, 9, 10, 11}]), ("list:0:16:32:48", [{0}, {16}, {32}, {48}]),
-    ("verbose,list:0-1,4:2", [{0, 1, 4}, {2}]), ("mask_cpu:0xfe,fe00", [set(range(1, 8)), set(range(9, 16))]),
-    ("v,mask_cpu:0x1", [{0}]), ("quiet,mask_cpu:0x1,2", [{0}, {1}])])
+    ("verbose,list:0-1,4:2", [{0, 1, 4}, {2}])])
 def test_binding_of_a_site_is_read(text: str, cpus: list[set[int]]) -> None:
     assert parse_binding(text) == cpus
 
 
 @pytest.mark.parametrize("text", [
-    "", "list:", "list:a", "list:3-1", "list:0-:1", "list:0-99999999999", "4-7", "mask_cpu:", "mask_cpu:0x0",
-    "mask_cpu:xyz", "mask_cpu:-f0", "cores"])
+    "", "list:", "list:a", "list:3-1", "list:0-:1", "list:0-99999999999", "4-7", "mask_cpu:0xf0",
+    "cores"])
 def test_bad_binding_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="^DDPKIT_CPU_BIND is .*Expected .*unset it$"):
         parse_binding(text)

@@ -142,7 +142,7 @@ def test_notes_for_the_user(reports: Sequence[RankReport], notes: list[str]) -> 
     pytest.param([gpus("n1", cores="ff", topology=TWO_NODES)] * 4, [""] * 4, [1] * 4, id="a core each"),
     pytest.param([gpus("n1", cores="ff", topology=TWO_NODES)] * 2, ["0-1,4-5", "2-3,6-7"], [2] * 2, id="no GPU"),
     pytest.param(two_gpus("ff", "ff", binding="list:2:0-1"), ["2", "0-1"], [1, 2], id="as given"),
-    pytest.param(two_gpus("f", "f", binding="mask_cpu:0x44,0x33"), ["2", "0-1"], [1, 2], id="as given, in the mask"),
+    pytest.param(two_gpus("f", "f", binding="list:2,6:0-1,4-5"), ["2", "0-1"], [1, 2], id="as given, in the mask"),
     pytest.param(two_gpus("ff", "ff", binding="list:2:3", topology=""), ["2", "3"], [1, 1], id="as given only")])
 @pytest.mark.parametrize("launcher", ["slurm", "pals", "openmpi", "mpich", "torchrun", "environment"])
 def test_ranks_of_a_host_get_the_same_cores_from_every_launcher(

@@ -75,7 +75,7 @@ def quoted(path: str) -> str:
     ("run --site alps train.py", ["export FI_CXI_DEFAULT_TX_SIZE=16384"], "NCCL_NET="),
     ("run --site alps --nodes 2 --env NCCL_NET=Socket train.py", ["export NCCL_NET=Socket"], "NCCL_NET='"),
     ("run --site juwels-booster --nodes 2 train.py", ["DDPKIT_NETWORK=IB", "DDPKIT_HOST_SUFFIX=i"], "IFNAME"),
-    ("run --site lumi train.py", ["export DDPKIT_CPU_BIND=mask_cpu:0x00fe000000000000,0xfe00000000000000,"], "NCCL"),
+    ("run --site lumi train.py", ["export DDPKIT_CPU_BIND=list:49-55:57-63:"], "NCCL"),
     ("run --site aurora train.py", ["select=1:ncpus=204:mpiprocs=12:", "export OMP_NUM_THREADS=4\n",
      "export DDPKIT_CPU_BIND=list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:"], "ngpus"),
     ("run --site aurora --ntasks-per-node 6 train.py", ["module load frameworks"], "CPU_BIND")])

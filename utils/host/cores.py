@@ -107,7 +107,7 @@ def _read(path: str) -> str:
 
 # The cores of each rank --------------------------------------------------------------------------
 
-CPU_BIND = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11", "mask_cpu:0xf0,0xf00"
+CPU_BIND = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11"
 NO_BINDING = "none"  # its value that leaves all cores as the launcher has set them
 
 # A rank needs a core besides that of its main thread: gloo and NCCL communicate in threads of their
@@ -116,7 +116,6 @@ NO_BINDING = "none"  # its value that leaves all cores as the launcher has set t
 _LEAST_CORES = 2
 
 _CPUS = r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*"  # "0-3,8"
-_MASK = "(?:0x)?[0-9a-fA-F]{1,10000}"
 
 Cpus = frozenset[int]
 
@@ -199,20 +198,15 @@ def _split(cores: list[Core], count: int) -> list[list[Core]]:
 def parse_binding(text: str, local_ranks: int = 1) -> list[Cpus]:
     """Return the CPUs of each local rank from the value of DDPKIT_CPU_BIND.
 
-    "list:0-3,8-11:4-7" is the syntax of PALS, "mask_cpu:0xf0f,0xf0" that of srun. Raises ValueError
-    for other text, or if it has fewer entries than local_ranks.
+    "list:0-3,8-11:4-7" is the syntax of PALS. Raises ValueError for other text, or if it has fewer
+    entries than local_ranks.
     """
-    form = re.fullmatch("(?:(?:verbose|v|quiet|q),)?(list|mask_cpu):(.*)", text.strip())
-    found: list[Cpus] = []
-    if form and form[1] == "list" and re.fullmatch(f"{_CPUS}(:{_CPUS})*", form[2]):
-        found = [frozenset(parse_ranges(part)) for part in form[2].split(":")]
-    elif form and form[1] == "mask_cpu" and re.fullmatch(f"{_MASK}(,{_MASK})*", form[2]):
-        found = [frozenset(cpus_of_mask(part)) for part in form[2].split(",")]
+    form = re.fullmatch(f"(?:verbose,)?list:({_CPUS}(?::{_CPUS})*)", text.strip())
+    found = [frozenset(parse_ranges(part)) for part in form[1].split(":")] if form else []
     if not found or not all(found):
         raise ValueError(
             f'{CPU_BIND} is {text!r}. Expected "list:" and the CPUs of each local rank, as in '
-            'list:0-3:4-7, or "mask_cpu:" and their masks, as in mask_cpu:0xf,0xf0. Correct the '
-            "variable, or unset it"
+            "list:0-3:4-7. Correct the variable, or unset it"
         )
     if len(found) < local_ranks:
         raise ValueError(

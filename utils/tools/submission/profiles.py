@@ -58,7 +58,7 @@ class Profile:
     network: str | None = None  # the network in NCCL's log: "AWS Libfabric", "IB"
     interface: str | None = None  # interfaces of the fabric, comma-separated: "hsn0,hsn1"
     host_suffix: str | None = None  # suffix of host names on the fabric: "i", ".hsn.example.org"
-    binding: str | None = None  # cores of each rank: "list:4-7:8-11", "mask_cpu:0xfe,0xfe00"
+    binding: str | None = None  # cores of each rank: "list:4-7:8-11"
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()  # lines of shell
@@ -324,13 +324,12 @@ def _variables(node: Node, key: str) -> dict[str, Variable]:
 
 
 def _binding(node: Node, key: str) -> str:
-    """Read {list: [4-7, 8-11]} or {masks: [0xfe, 0xfe00]}."""
-    parts = _parts(node, key, {"list": texts, "masks": texts})
-    form = "'list: [\"0-7\", \"8-15\"]' or 'masks: [0xff, 0xff00]'"
-    if len(parts) != 1:
-        raise mistake(node, key, "without cores, or with both", form)
-    [(kind, cores)] = parts.items()
-    binding = "list:" + ":".join(cores) if kind == "list" else "mask_cpu:" + ",".join(cores)
+    """Read {list: [4-7, 8-11]}."""
+    parts = _parts(node, key, {"list": texts})
+    form = '\'list: ["0-7", "8-15"]\''
+    if "list" not in parts:
+        raise mistake(node, key, "without cores", form)
+    binding = "list:" + ":".join(parts["list"])
     try:
         parse_binding(binding)
     except ValueError:
