@@ -35,7 +35,7 @@ from .host.gpus import set_masks
 from .launch_error import LaunchError
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
-from .launchers.rank_variables import set_variables, without_inherited
+from .launchers.rank_variables import set_variables
 from .log import get_logger, setup_logging
 from .monitor.counts import entered_collectives, group_timeout, total_collectives
 from .monitor.monitor import Monitor, OwnRank
@@ -326,7 +326,7 @@ def find_rank_0(
         report,
         launcher=detection.launcher,
         timeout=deadline - time.monotonic(),
-        environ=without_inherited(os.environ),
+        environ=detection.environ,
         name_service=agent,
     )
     if agent is not None:

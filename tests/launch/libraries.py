@@ -30,7 +30,7 @@ def spawned(local_rank: int, port: int) -> None:
     """A process of torch.multiprocessing.spawn(), which sets its variables itself."""
     os.environ.update(RANK=str(local_rank), WORLD_SIZE="2", LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE="2",
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with setup_distributed("gloo", timeout=60) as job:
+    with setup_distributed("gloo", timeout=60, launcher="env") as job:
         assert job.all_reduce_mean(1.0 + local_rank) == 1.5
 
 

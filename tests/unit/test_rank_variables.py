@@ -32,7 +32,7 @@ def test_a_program_of_a_rank_is_no_rank(launcher: str) -> None:
     found = detect(left_by_a_rank(launcher), ancestors=["python pool.py"])
     assert (found.launcher, found.rank, found.world_size) == ("single", 0, 1)
     (note,) = found.notes
-    assert f"started by rank 1 of 4 (process {os.getpid()}) and by no launcher" in note
+    assert f"started by a rank (process {os.getpid()}) and by no launcher" in note
 
 
 PROXY = ["hydra_pmi_proxy --control-port h1:1", "mpiexec -n 2 python x.py"]
@@ -41,11 +41,10 @@ WORKER = {**SPAWNED, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "
 
 
 @pytest.mark.parametrize(("outer", "changes", "ancestors", "expected"), [
-    ("torchrun", WORKER, ["python own_agent.py", "bash"], "torchrun"),
+    *((outer, WORKER, ["python -m torch.distributed.run x.py", "bash"], "torchrun") for outer in ("torchrun", "none")),
     *((outer, MPICH, PROXY, "mpich") for outer in ("slurm", "none")),
-    ("slurm", {"SLURM_STEP_ID": "3", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}, ["slurmstepd: [7.3]"], "slurm"),
-    # By torch.multiprocessing.spawn()
-    *((outer, SPAWNED, ["python pool.py"], "env") for outer in ("slurm", "env"))])
+    ("slurm", {"SLURM_STEP_ID": "3", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}, ["slurmstepd: [7.3]"],
+     "slurm")])
 def test_a_launch_below_a_rank_has_ranks(
         outer: str, changes: dict[str, str], ancestors: list[str], expected: str) -> None:
     environ = {**left_by_a_rank(outer), **changes}
@@ -53,6 +52,18 @@ def test_a_launch_below_a_rank_has_ranks(
     assert (found.launcher, found.rank, found.world_size) == (expected, 1, 2)
     if expected == "mpich":
         assert found.notes == () and "MASTER_ADDR" not in without_inherited(environ)
+
+
+@pytest.mark.parametrize("outer", ["slurm", "env", "torchrun"])
+def test_ranks_of_multiprocessing_below_a_rank_are_named_by_hand(outer: str) -> None:
+    environ = {**left_by_a_rank(outer), **SPAWNED}
+    assert detect(environ, ancestors=["python pool.py"]).launcher == "single"
+    found = detect(environ, ancestors=["python pool.py"], launcher="env")
+    assert (found.launcher, found.rank, found.world_size) == ("env", 1, 2)
+
+
+def test_an_argument_named_like_a_launcher_starts_no_ranks() -> None:
+    assert detect(left_by_a_rank("torchrun"), ancestors=["python train.py torchrun"]).launcher == "single"
 
 
 def test_a_job_submitted_by_a_rank_has_no_rank() -> None:
@@ -70,7 +81,7 @@ os.execv(sys.executable, [sys.executable, "-c", "from utils.launchers import det
 """
 
 
-@pytest.mark.parametrize(("environ", "launcher"), [(MPICH, "mpich"), ({}, "single")])
+@pytest.mark.parametrize(("environ", "launcher"), [(MPICH, "mpich"), (TORCHRUN, "torchrun")])
 def test_a_rank_is_a_rank_after_exec(environ: dict[str, str], launcher: str) -> None:
     done = subprocess.run([sys.executable, "-c", AFTER_EXEC], cwd=ROOT, env={"PATH": "/usr/bin:/bin", **environ},
                           capture_output=True, text=True, timeout=100)

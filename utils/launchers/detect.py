@@ -10,11 +10,12 @@ from ..host.process import command_line, parent_pids
 from ..launch_error import LaunchError
 from .launcher import Launcher, Placement, is_set, number, shown
 from .mpi_launchers import MPICH, PALS, PMI, Flux, IntelMPI, OpenMPI, Submitit
-from .rank_variables import INDEPENDENT, InheritedVariables, inherited_variables
+from .rank_variables import INDEPENDENT, RankProcess, rank_process, without_inherited
 from .slurm import SlurmStep
 from .torchrun import RANK_VARIABLES, ByHand, Single, Torchrun, is_stale
 
 _BY_HAND, _SINGLE = ByHand(), Single()
+_BY_NAME = "it was requested by name"
 
 # The order decides where the parent processes do not: a launcher that usually runs inside others
 # comes before them, and one whose variables include another's comes before that.
@@ -34,11 +35,15 @@ LAUNCHERS: list[Launcher] = [
 
 
 class Detection(NamedTuple):
-    """The launcher that started this process, its placement, and the reason for the decision."""
+    """The launcher that started this process, its placement, and the reason for the decision.
+
+    environ: the variables, without those that belong to another launch.
+    """
 
     launcher: Launcher
     placement: Placement
     reason: str
+    environ: Mapping[str, str]
 
 
 def detect(
@@ -67,17 +72,23 @@ def find_launcher(
     launcher: str | None = None,
 ) -> Detection:
     """Return what detect() finds, with the launcher itself and the reason. Arguments as there."""
-    inherited = inherited_variables(environ)
+    rank = rank_process(environ)
+    is_below_rank = rank is not None and not rank.is_this
     if ancestors is None:
-        pids = inherited.pids_below_rank() if inherited else parent_pids()
+        pids = rank.pids_below() if rank and is_below_rank else parent_pids()
         ancestors = map(command_line, pids) if environ is os.environ else ()
-    if inherited is not None:
-        environ = inherited.environ
 
+    by_hand = launcher == _BY_HAND.name
+    if rank and is_below_rank and by_hand and is_set(environ, "RANK"):  # also below torchrun's
+        return Detection(_BY_HAND, _read(_BY_HAND, environ), _BY_NAME, environ)
+    if rank and is_below_rank:
+        found = _below_rank(environ, rank, ancestors)
+        if launcher in (None, found.launcher.name):
+            return found
+    if not by_hand:
+        environ = without_inherited(environ)
     if launcher is not None:
         return _by_name(environ, launcher)
-    if inherited is not None and not inherited.is_rank:
-        return _below_rank(environ, inherited, ancestors)
 
     candidates = [one for one in LAUNCHERS if one.is_present(environ)]
     possible = [one for one in LAUNCHERS if one in candidates or one.is_undecided(environ)]
@@ -101,7 +112,7 @@ def _by_name(environ: Mapping[str, str], name: str) -> Detection:
         raise ValueError(f"launcher is {name!r}; expected one of {known}")
     for one in named:
         if one.is_present(environ):
-            return Detection(one, _read(one, environ), "it was requested by name")
+            return Detection(one, _read(one, environ), _BY_NAME, environ)
     required = filter(None, (named[0].rank_variable, named[0].world_size_variable))
     raise LaunchError(
         f"launcher={name!r} was requested, but it has not set {' and '.join(required)} in this "
@@ -110,15 +121,19 @@ def _by_name(environ: Mapping[str, str], name: str) -> Detection:
 
 
 def _nearest(
-    environ: Mapping[str, str], launchers: list[Launcher], ancestors: Iterable[str]
+    environ: Mapping[str, str],
+    launchers: list[Launcher],
+    ancestors: Iterable[str],
+    by_name: bool = False,
 ) -> tuple[Launcher | None, str]:
     """Return the launcher that started the nearest parent process, and the reason.
 
     None and "" where no parent process belongs to one of these launchers.
+    by_name: only programs that have a launcher's name count.
     """
     for command in ancestors:
         for one in launchers:
-            if one.is_parent(command):
+            if one.is_named(command) if by_name else one.is_parent(command):
                 nearest = command.strip()[:100]
                 return one, f"the nearest launcher among the parent processes is: {nearest}"
         if any(one.starts_shell(command, environ) for one in LAUNCHERS):
@@ -150,30 +165,23 @@ def _check_outer(
 
 
 def _below_rank(
-    environ: Mapping[str, str], inherited: InheritedVariables, ancestors: Iterable[str]
+    environ: Mapping[str, str], rank: RankProcess, ancestors: Iterable[str]
 ) -> Detection:
-    """Decide about a process that a rank has started.
-
-    It is a rank itself if a launcher runs between that rank and this process, or if RANK and the
-    variables like it were set anew.
-    """
-    candidates = [one for one in LAUNCHERS if one.is_present(environ)]
-    if not inherited.new_worker:  # Python below a worker inherits its variables, as from an agent
-        candidates = [one for one in candidates if not one.num_agents_variable]
-    chosen, reason = _nearest(environ, candidates, ancestors)
+    """Decide about a process that a rank has started: it is one itself below another launcher."""
+    candidates = [one for one in LAUNCHERS if one.is_present(environ) and one.starts_processes]
+    chosen, reason = _nearest(environ, candidates, ancestors, by_name=True)
+    if not (chosen and chosen.sets_rank_variables):
+        environ = without_inherited(environ)
     if chosen and chosen.starts_processes:
         return _detection(environ, chosen, [chosen], reason)
-
-    started_by = f"{inherited.rank_process} started this process"
-    if inherited.changed and is_set(environ, "RANK"):
-        reason = f"{started_by}, and set other variables for it"
-        return Detection(_BY_HAND, _read(_BY_HAND, environ), reason)
     note = (
-        f"this process was started by {inherited.rank_process} and by no launcher: it runs alone, "
-        "as rank 0 of 1. To start ranks from a rank, use a launcher"
+        f"this process was started by a rank (process {rank.pid}) and by no launcher: it runs "
+        "alone, as rank 0 of 1. To start ranks from a rank, use a launcher, or set their variables "
+        f'and call setup_distributed(launcher="{_BY_HAND.name}")'
     )
     placement = _SINGLE.read(environ).replace(notes=(note,))
-    return Detection(_SINGLE, placement, f"{started_by}, and no launcher runs between them")
+    reason = f"a rank (process {rank.pid}) started it, and no launcher runs between them"
+    return Detection(_SINGLE, placement, reason, environ)
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> Placement:
@@ -205,4 +213,4 @@ def _detection(
     is_unused = chosen is not _SINGLE and all(one.rank_variable != "RANK" for one in users)
     if is_unused and is_set(environ, "RANK") and is_stale(environ, placement):
         notes.append(f"{shown(environ, RANK_VARIABLES)} {was_ignored}")
-    return Detection(chosen, placement.replace(notes=tuple(notes)), reason)
+    return Detection(chosen, placement.replace(notes=tuple(notes)), reason, environ)

@@ -156,6 +156,10 @@ class Launcher:
             for name in self.parent_programs
         )
 
+    def is_named(self, command: str) -> bool:
+        """Return whether the command line itself names this launcher."""
+        return self.is_parent(command)
+
     def starts_shell(self, command: str, environ: Mapping[str, str]) -> bool:
         """Return whether a command line is of a program that starts a job's script or a shell.
 

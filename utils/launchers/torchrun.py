@@ -117,5 +117,12 @@ class Torchrun(Launcher):
         program = command.partition(" ")[0].rpartition("/")[2]
         return program.startswith(("python", "pypy")) or super().is_parent(command)
 
+    def is_named(self, command: str) -> bool:
+        # Of "python -u -m torch.distributed.run x.py", the program and the first word without "-".
+        program, *others = command.split() or [""]
+        script = next((word for word in others if not word.startswith("-")), "")
+        names = (*self.parent_programs, "torch.distributed.run", "torch.distributed.launch")
+        return any(word.rpartition("/")[2] in names for word in (program, script))
+
     def has_store(self, environ: Mapping[str, str]) -> bool:
         return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

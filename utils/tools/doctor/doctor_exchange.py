@@ -24,7 +24,6 @@ from ...host import process
 from ...launch_error import LaunchError
 from ...launchers.detect import Detection, find_launcher
 from ...launchers.launcher import Placement
-from ...launchers.rank_variables import without_inherited
 from ...startup.address import Rendezvous, agree
 from ...startup.reports import RankReport, make_report
 from .check import RankPlace, Ranks
@@ -153,7 +152,7 @@ def join(timeout: float, step: Step) -> Lead | None:
         found = Rendezvous(unused, master_port=port, listener=listener, secret=key)
     else:
         seconds = timeout if placement.rank == 0 else max(timeout / 2, timeout - EARLIER_SECONDS)
-        detection = Detection(detection.launcher, placement.replace(notes=()), detection.reason)
+        detection = detection._replace(placement=placement.replace(notes=()))
         # host_cores: placement.py reports on the cores, which is a note of the start otherwise.
         report: RankReport = {**make_report(detection.placement, bind=False), "host_cores": 1}
         found = _agree(detection, report, time.monotonic() + seconds)
@@ -179,7 +178,7 @@ def _agree(detection: Detection, report: RankReport, deadline: float) -> Rendezv
         report,
         launcher=launcher,
         timeout=deadline - time.monotonic(),
-        environ=without_inherited(os.environ),
+        environ=detection.environ,
         name_service=agent,
     )
 
