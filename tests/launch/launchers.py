@@ -82,7 +82,12 @@ class Lab:
 
     def mpi(self, name: str, hosts: str, program: Sequence[str], *, env: dict[str, str] | None = None,
             seconds: float = 120) -> Result:
-        """Run `program` under the mpiexec called `name` on h1; `hosts`: those of rank 0, 1, ..., as "h1 h1 h2"."""
+        """Run `program` under the mpiexec called `name` on h1; `hosts`: those of rank 0, 1, ..., as "h1 h1 h2".
+
+        Open MPI gets the address of rank 0, unless `env` has something.
+        """
+        if name.startswith("openmpi") and env is None:
+            env = {"MASTER_ADDR": self.hosts.address[hosts.split()[0]], "MASTER_PORT": "29700"}
         return self.run("h1", [*self.mpiexec(name, hosts, env or {}), *program], env=env, seconds=seconds)
 
     def mpiexec(self, name: str, hosts: str, env: dict[str, str] | None = None) -> list[str]:

@@ -9,8 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from utils.host import process
-from utils.launchers import LaunchError, Placement, pmi, pmix
+from utils.launchers import LaunchError, Placement, pmi
 from utils.launchers.launcher import NameServiceUnavailable, poll
 from utils.launchers.mpi import MpiBroadcast
 from utils.launchers.mpi_launchers import MPICH
@@ -71,16 +70,6 @@ def test_a_response_cut_short_is_a_launch_error_with_the_command(mpiexec: Start)
     service = KeyValueSpace(environ)
     with pytest.raises(LaunchError, match="no response to 'barrier_in'"):
         service.look_up(0.05)
-
-
-@pytest.mark.parametrize(("library", "in_child", "expected"), [
-    ("/lib/libc.so.6", False, "no parent process has libpmix loaded"),
-    ("/nowhere/libpmix.so.2", False, "libpmix.so.2"), ("/nowhere/libpmix.so.2", True, "libpmix.so.2")])
-def test_a_missing_or_broken_pmix_library_is_unavailable(
-        library: str, in_child: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "mapped_files", lambda pid: [library])
-    with pytest.raises(NameServiceUnavailable, match=expected):
-        pmix.connect(in_child=in_child).publish("x", 9)
 
 
 def test_mpi_that_does_not_belong_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

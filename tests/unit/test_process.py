@@ -27,7 +27,6 @@ def test_a_process_is_described(tmp_path: Path) -> None:
         assert process.parent(cat.pid) == process.parents_by_pid()[cat.pid] == os.getpid()
         assert process.command_line(cat.pid).split() == ["my", "(cat)", "x", "-"]
         assert environment(cat.pid) == {b"ONE": b"1", b"EQUALS": b"a=b"}
-        assert any(path.endswith("my (cat) x") for path in process.mapped_files(cat.pid))
         assert process.start_time(os.getpid()) <= process.start_time(cat.pid)
 
         cat.kill()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -235,6 +236,25 @@ def test_what_cannot_lead_to_rank_0_is_an_error(
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(LaunchError, match=expected):
         find_endpoints(launcher_named(placement.launcher), placement, environ, timeout=1)
+
+
+def test_open_mpi_uses_the_nodes_of_a_slurm_job_and_the_file_of_pbs_last(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file exists on the first host only, so that mpi4py, which all ranks have, comes before it."""
+    placement, environ = placed(1, 4, "openmpi", 2), {"PMIX_NAMESPACE": "prterun-n1-42@1"}
+
+    def found(**more: str) -> tuple[list[str], str, bool]:
+        ends = find_endpoints(launcher_named("openmpi"), placement, environ | more, timeout=1)
+        return ends.hosts, ends.source, ends.name_service is not None
+
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    (tmp_path / "nodes").write_text("n3\nn4\n")
+    in_pbs = {"PBS_NODEFILE": str(tmp_path / "nodes")}
+    assert found(SLURM_JOB_NODELIST="n[1-2]") == (["n1", "n2"], "SLURM_JOB_NODELIST", False)
+    assert found(**in_pbs) == (["n3", "n4"], "PBS_NODEFILE", False)
+    assert found(**by_hand(29500, "n5"), **in_pbs) == (["n5"], "MASTER_ADDR and MASTER_PORT", False)
+    monkeypatch.setattr("utils.launchers.mpi.import_mpi", lambda *_: None)
+    assert found(**in_pbs) == ([], "MASTER_ADDR and MASTER_PORT", True)
 
 
 def test_a_stale_rank_that_matches_one_rank_keeps_nobody_apart() -> None:

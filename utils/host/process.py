@@ -110,14 +110,6 @@ def command_line(pid: int) -> str:
     return " ".join([program, *arguments])
 
 
-def mapped_files(pid: int) -> list[str]:
-    """Return the paths of the files, such as shared libraries, that a process has in its memory."""
-    content = read(f"/proc/{pid}/maps").decode(errors="replace")
-    # "7f3c1a000000-7f3c1a021000 r--p 00000000 08:01 1234   /usr/lib/libpmix.so.2"
-    columns = (line.split(maxsplit=5) for line in content.splitlines())
-    return list(dict.fromkeys(line[5] for line in columns if len(line) == 6))
-
-
 # Parents and descendants -------------------------------------------------------------------------
 
 

@@ -131,6 +131,8 @@ class Launcher:
     # The variable that holds the number of agents, each of which counts its own ranks as local,
     # also where two agents share a host; "" for a launcher without agents.
     num_agents_variable = ""
+    # How it passes exported variables to all ranks, to end a sentence; "" where it does anyway.
+    export_hint = ""
     # Whether variables of this launcher are worth a note when another one has started the process.
     is_noted_when_ignored = True
 
@@ -203,6 +205,10 @@ class Launcher:
         By default they are the hosts of a PBS job. Raises LaunchError when the list is malformed.
         """
         return list(dict.fromkeys(node_file(environ).split())), "PBS_NODEFILE"
+
+    def all_have_hosts(self, environ: Mapping[str, str]) -> bool:
+        """Return whether the ranks of every host have the list of candidate_hosts()."""
+        return True
 
     def resolve(self, host: str) -> list[str]:
         """Return the IP addresses of a host whose name the system does not resolve."""

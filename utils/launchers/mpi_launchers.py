@@ -95,6 +95,9 @@ class PMI(Hydra):
         return bool(is_set(environ, self.rank_variable, self.world_size_variable))
 
 
+_SLURM_NODES = "SLURM_JOB_NODELIST"
+
+
 class OpenMPI(Launcher):
     """A daemon on each host, orted or prted, is the parent of the ranks."""
 
@@ -108,12 +111,21 @@ class OpenMPI(Launcher):
     identity_variables = ("PMIX_NAMESPACE", "OMPI_MCA_orte_precondition_transports")
     parent_programs = ("prted", "orted", "prterun", "orterun", "mpirun*", "mpiexec*")
     mpi_libraries = ("Open MPI",)
+    export_hint = " (mpiexec -x MASTER_ADDR -x MASTER_PORT), or install mpi4py for this Open MPI"
 
-    def name_service(self, environ: Mapping[str, str]) -> NameService:
-        from .pmix import connect  # imports ctypes, which few processes need
+    def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
+        if not self.all_have_hosts(environ):
+            return super().candidate_hosts(environ)
+        from ..job.slurm_job import expand_hostlist
 
-        # Set by version 5 only.
-        return connect(in_child=bool(environ.get("PRTE_LAUNCHED")))
+        try:
+            return expand_hostlist(environ[_SLURM_NODES]), _SLURM_NODES
+        except ValueError as error:
+            raise LaunchError(f"{_SLURM_NODES}: {error}") from None
+
+    def all_have_hosts(self, environ: Mapping[str, str]) -> bool:
+        # Its daemons in a Slurm job are a step. In a PBS job, only the first host has the file.
+        return bool(is_set(environ, _SLURM_NODES))
 
 
 _APPLICATION = "PALS_APID"  # "7b6dd8f0-6c30-4d4c-9f1c-0a8e5b1f3e52", one for each mpiexec

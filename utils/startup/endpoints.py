@@ -2,8 +2,9 @@
 
 Under torchrun and by hand, MASTER_ADDR and MASTER_PORT tell. Otherwise, in this order: a broadcast,
 if MPI is running already; the launcher's name service, which rank 0 publishes its address to; the
-hosts that the launcher lists and MASTER_ADDR, at MASTER_PORT and at ports derived from the identity
-of the launch; a broadcast by mpi4py; MASTER_ADDR and MASTER_PORT alone.
+hosts that the job lists and MASTER_ADDR, at MASTER_PORT and at ports derived from the identity of
+the launch; MASTER_ADDR and MASTER_PORT alone; a broadcast by mpi4py; hosts that the job lists to
+some ranks only.
 """
 
 from __future__ import annotations
@@ -128,23 +129,30 @@ def find_endpoints(
         hosts, source = ["127.0.0.1"], "this host alone"
     else:
         hosts, source = launcher.candidate_hosts(environ)
-    if hosts and (identity or master_port):
+
+    def use_hosts() -> Endpoints:
         # A stale MASTER_ADDR may match one rank by chance; that rank tries the other hosts, too.
         endpoints.hosts = list(dict.fromkeys([*hosts, *endpoints.hosts]))
         endpoints.ports += candidate_ports(identity) if identity else []
         endpoints.source = f"MASTER_ADDR and {source}" if master_host else source
         return endpoints
 
+    has_hosts = bool(hosts and (identity or master_port))
+    if has_hosts and (is_local or launcher.all_have_hosts(environ)):
+        return use_hosts()
+    if endpoints.hosts and endpoints.ports:
+        return endpoints
     may_use_mpi = uses_mpi and not any(error.affects_mpi for error in unavailable)
     if may_use_mpi and connect_by_mpi(starts_mpi=True):
         return endpoints
-    if endpoints.hosts and endpoints.ports:
-        return endpoints
+    if has_hosts:
+        return use_hosts()
     reasons = "; ".join(str(error) for error in unavailable) or "no node list"
     raise LaunchError(
         f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}, started by "
         f"{launcher.name}: rank 0's address is unknown ({reasons}). "
         "Export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to all ranks"
+        f"{launcher.export_hint}"
     )
 
 
