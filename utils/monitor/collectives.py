@@ -38,7 +38,7 @@ def read_collectives(
     The collectives are from torch's flight recorder: the last `count`, the newest of each group,
     and all that have not ended. Empty where torch records none: gloo of torch 2.8, and where
     TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before 2.9) is 0. Sends and receives of gloo
-    are in no recorder; the Python stacks show those in which a thread waits.
+    are in no recorder.
 
     locations: find out where they were called. Only for a job that ends: see _without_inductor().
     """
@@ -73,12 +73,7 @@ def read_collectives(
         groups[label] = Group(group.ranks, entered, location, thread, group.timeout)
 
     old = [c for c in calls[:-count] if c["pending"] or c is newest.get(c["group"])]
-    kept = old + calls[-count:]
-    blocked = {call["thread"] for call in kept if call["blocks"]}
-    if are_known:
-        waiting = (_transfer(t, f, t == main) for t, f in frames.items() if t not in blocked)
-        kept += [call for call in waiting if call]
-    return kept, groups
+    return old + calls[-count:], groups
 
 
 def _read_recorders(locations: bool) -> list[dict[str, Any]]:
@@ -114,45 +109,6 @@ def _label(group: dist.ProcessGroup, ranks: str) -> str:
     name, description = str(group.group_name), group.group_desc
     words = [name] if description in ("", "undefined") else [name, description]
     return f"{', '.join(words)} (ranks {ranks})"
-
-
-def _transfer(thread: int, frame: FrameType, is_main: bool) -> Collective | None:
-    """Return the send, the receive or the like in which a thread waits; None where it does not.
-
-    In a thread other than the main one, only what names a transfer counts: others may serve.
-    """
-    operation, peer, location = "", None, thread_location(frame)
-    if is_main and _calls_wait(frame):
-        operation = "wait()"  # of a transfer: a collective would be recorded
-    here: FrameType | None = frame
-    while here is not None and here.f_code.co_filename.startswith(_TORCH):
-        function = here.f_code.co_name
-        if here.f_code.co_filename == c10d.__file__:
-            if function in ("send", "recv"):
-                operation, peer = function, _peer(here.f_locals)
-                break
-            if is_main and function != "wrapper":
-                operation = function
-        here = here.f_back
-    if not operation:
-        return None
-    if peer is not None:
-        operation += f" {'to' if operation == 'send' else 'from'} rank {peer}"
-    return {
-        "group": "", "number": 0, "operation": operation, "sizes": "", "between_two": True,
-        "peer": peer, "location": location, "thread": thread, "pending": True, "blocks": True,
-    }  # fmt: skip
-
-
-def _peer(names: dict[str, Any]) -> int | None:
-    """Return the other rank of torch's send() or recv() from its local variables."""
-    for rank, group_rank in (("dst", "group_dst"), ("src", "group_src")):
-        if names.get(rank) is not None:
-            return int(names[rank])
-        if names.get(group_rank) is not None:
-            group: Any = names.get("group") or dist.group.WORLD
-            return int(dist.get_global_rank(group, names[group_rank]))
-    return None
 
 
 def _blocks(thread: int, frames: dict[int, FrameType]) -> bool:

@@ -218,15 +218,6 @@ def describe(
         f"{silent.get(rank, 'it is stopped, or busy in native code')}"
         for rank in no_response
     ]
-    if not causes and any(
-        w.call["between_two"] and not w.awaited for ws in waiting.values() for w in ws
-    ):
-        causes = [
-            f"rank {rank} on {hosts[rank]} is in no collective or transfer, but rank "
-            f"{format_ranges(waiting)} waits in one. It is at {position.location}"
-            for rank, position in positions.items()
-            if rank not in waiting
-        ]
     if len(causes) > _SHOWN_RANKS:
         causes[_SHOWN_RANKS:] = [f"... and {len(causes) - _SHOWN_RANKS} more ranks"]
     if causes and not mismatch:
@@ -378,10 +369,7 @@ def at_fault(positions: Mapping[int, Position], running: list[int]) -> set[int]:
     waiting, found = waits(positions, running), late(positions, running)
     silent = {rank for rank in unreported(positions, running) if rank in found or not found}
     named = {*_mismatch(positions)[1], *found, *silent}
-    calls = [wait for its_waits in waiting.values() for wait in its_waits]
-    if not named and any(one.call["between_two"] and not one.awaited for one in calls):
-        return positions.keys() - waiting.keys()
-    return named if calls else set(positions)
+    return named if waiting else set(positions)
 
 
 def summary(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:

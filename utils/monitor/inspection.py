@@ -28,6 +28,7 @@ from .hang import (
     places_of_waits,
     summary,
     unreported,
+    waits,
 )
 from .positions import BUSY_FACTOR, HangWatch, Heartbeat
 
@@ -206,7 +207,10 @@ class Inspection:
         decisions.positions = {**self._positions_at_hang, **decisions.positions}
         text = watch.describe(decisions.positions, decisions.hosts, departed)
         known = decisions.first if self._monitor.waits() else None  # from rank 0, before it left
-        cause = decisions.hang(text, at_fault(decisions.positions, running))
+        ranks = at_fault(decisions.positions, running)
+        if not departed and not waits(decisions.positions, running):
+            ranks = set()  # all are idle: nothing shows which one is wrong
+        cause = decisions.hang(text, ranks)
         left = next((one for one in decisions.departed.values() if one and one.text == text), None)
         if left and left.kind == "uneven":
             left = decisions.explain_left(places_of_waits(decisions.positions)) or left

@@ -286,10 +286,17 @@ class HangWatch:
         hosts: Mapping[int, str],
         departed: Mapping[int, str],
     ) -> str:
-        after = " after the other ranks have left" if departed else ""
-        return "; ".join(
-            f"rank {rank} on {hosts[rank]} is idle{after}. It is at {position.location}"
-            for rank, position in list(positions.items())[:8]
+        shown = sorted(positions.items())[:8]
+        if departed or len(positions) == 1:
+            after = " after the other ranks have left" if departed else ""
+            return "; ".join(
+                f"rank {rank} on {hosts[rank]} is idle{after}. It is at {position.location}"
+                for rank, position in shown
+            )
+        places = (f"rank {rank} on {hosts[rank]} is at {place.location}" for rank, place in shown)
+        return (
+            "unknown which rank is wrong: all are idle, and none waits in a collective. torch does "
+            f"not record gloo's sends and receives. {'; '.join(places)}"
         )
 
 
