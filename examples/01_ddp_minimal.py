@@ -1,4 +1,4 @@
-"""The smallest DDP training script. It differs from a single-GPU script in six lines:
+"""The smallest DDP training script. It differs from a single-GPU script in seven lines:
 
     + with setup_distributed() as job:
     -     device = torch.device("cuda")
@@ -9,6 +9,7 @@
     +     ddp = DDP(model, device_ids=job.device_ids)
           for epoch in range(epochs):
     +         sampler.set_epoch(epoch)
+    +         mean_loss = job.all_reduce_mean(total / len(loader)).item()
 
 one process     python examples/01_ddp_minimal.py
 two processes   torchrun --standalone --nproc-per-node 2 examples/01_ddp_minimal.py
@@ -21,17 +22,13 @@ Add `--backend gloo` to train on CPUs, for example where a host has fewer GPUs t
 """
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
+from ddpkit import setup_distributed
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the kit from any directory
-from utils import setup_distributed
 
 
 def main() -> None:

@@ -5,19 +5,15 @@ three processes  torchrun --standalone --nproc-per-node 3 examples/02_distribute
 any launcher     as 01_ddp_minimal.py; it needs no GPU
 """
 
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed
+from ddpkit import Distributed, setup_distributed
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the kit from any directory
-from utils import Distributed, setup_distributed
 
 WORKERS = 2  # processes that load data, on each rank
 

@@ -27,15 +27,14 @@ import time
 import zlib
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the kit from any directory
 # Before torch: a stop signal that arrives while torch loads is then held, not lost.
-from utils import Distributed, setup_distributed
-from utils.checkpoint import Checkpointer
-from utils.data import sample_seed
-from utils.log import get_logger
-from utils.metrics import Metrics
-from utils.preemption import StopSignal, requeue
-from utils.training import GradientNoiseScale, accumulate, prime_ddp_buckets
+from ddpkit import Distributed, setup_distributed
+from ddpkit.checkpoint import Checkpointer
+from ddpkit.data import sample_seed
+from ddpkit.log import get_logger
+from ddpkit.metrics import Metrics
+from ddpkit.preemption import StopSignal, requeue
+from ddpkit.training import GradientNoiseScale, accumulate, prime_ddp_buckets
 
 # isort: split
 import torch

@@ -10,19 +10,18 @@ the job back into the queue, where it resumes after the last epoch that was save
 
 import argparse
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import submitit
 import torch
+from ddpkit import setup_distributed
+from ddpkit.checkpoint import Checkpointer
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-ROOT = Path(__file__).resolve().parents[1]  # the kit
 
 
 @dataclass
@@ -40,10 +39,6 @@ class Training:
 
     def __call__(self) -> float:
         """Train, and return the final loss."""
-        sys.path.insert(0, str(ROOT))  # not earlier: the job unpickles this object first
-        from utils import setup_distributed
-        from utils.checkpoint import Checkpointer
-
         environment = submitit.JobEnvironment()
         # A rank that lost rank 0 when the job was requeued has left an error as its result.
         environment.paths.result_pickle.unlink(missing_ok=True)

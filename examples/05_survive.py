@@ -17,14 +17,13 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the kit from any directory
 # Before torch: a stop signal that arrives while torch loads is then held, not lost.
-from utils import setup_distributed
-from utils.checkpoint import Checkpointer
-from utils.data import resumable_loader, sample_seed
-from utils.log import get_logger
-from utils.preemption import StopSignal, requeue
-from utils.training import accumulate, batched, linear_warmup, prime_ddp_buckets, split_batch
+from ddpkit import setup_distributed
+from ddpkit.checkpoint import Checkpointer
+from ddpkit.data import resumable_loader, sample_seed
+from ddpkit.log import get_logger
+from ddpkit.preemption import StopSignal, requeue
+from ddpkit.training import accumulate, batched, linear_warmup, prime_ddp_buckets, split_batch
 
 # isort: split
 import torch

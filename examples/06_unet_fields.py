@@ -17,18 +17,15 @@ format, automatic mixed precision on GPUs, samples that worker processes compute
 
 import argparse
 import math
-import sys
 from pathlib import Path
 
 import torch
+from ddpkit import setup_distributed
+from ddpkit.log import get_logger
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, interpolate, mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the kit from any directory
-from utils import setup_distributed
-from utils.log import get_logger
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 

@@ -24,15 +24,13 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from ddpkit import Distributed, setup_distributed
+from ddpkit.checkpoint import Checkpointer
+from ddpkit.log import get_logger
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # finds the kit from any directory
-from utils import Distributed, setup_distributed
-from utils.checkpoint import Checkpointer
-from utils.log import get_logger
 
 log = get_logger(__name__)  # log.info prints on rank 0 alone
 

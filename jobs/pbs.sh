@@ -3,7 +3,8 @@
 # Edit these options, or give them to qsub, whose command line takes precedence. A line with ## is off.
 ##PBS -A ACCOUNT
 ##PBS -q QUEUE
-# ncpus: all cores of a host. ompthreads: cores of one rank.
+# Four numbers that belong together: ncpus is all cores of a host, ngpus its GPUs, mpiprocs its ranks, ompthreads the
+# cores of a rank. With 32 cores and 2 GPUs: select=2:ncpus=32:mpiprocs=2:ompthreads=16:ngpus=2
 #PBS -l select=2:ncpus=64:mpiprocs=4:ompthreads=16:ngpus=4
 #PBS -l place=scatter
 #PBS -l walltime=01:00:00
@@ -14,7 +15,7 @@
 
 set -e
 cd "${PBS_O_WORKDIR:-.}"
-# The environment with torch and ddpkit: module load ..., conda activate ..., or, by its whole path,
+# EDIT THIS LINE. It loads the environment with torch and ddpkit: module load ..., conda activate ..., or, by its path:
 source .venv/bin/activate || { echo "Name your environment in the line 'source' of the job script." >&2; exit 1; }
 # Where ddpkit is not installed: exec /path/to/ddpkit/scripts/launch.py "$@"
 exec ddpkit launch "$@"

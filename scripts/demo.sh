@@ -29,7 +29,7 @@ that the nodes see:
   PBS
     ARGS=examples/03_text_lm.py qsub -A ACCOUNT jobs/pbs.sh
   Inside a job
-    scripts/launch.py examples/03_text_lm.py
+    .venv/bin/ddpkit launch examples/03_text_lm.py
     mpiexec -n 8 .venv/bin/python examples/03_text_lm.py
 
 The lines that your training script needs are in examples/01_ddp_minimal.py.

@@ -155,6 +155,7 @@ if [ -n "$torch" ]; then
     log "Python environment .venv-torch-$torch"
     "${PYTHON:-python3}" -m venv "${python%/bin/*}"
     "$python" -m pip install --quiet --no-input --disable-pip-version-check "torch==$torch" numpy pytest pytest-xdist pyyaml
+    "$python" -m pip install --quiet --no-input --disable-pip-version-check --no-deps --editable "$root"
 else
     log "Python environment .venv"
     bash scripts/setup_env.sh --tests

@@ -1,6 +1,6 @@
-"""The package that a training script imports: `from utils import setup_distributed`.
+"""The package that a training script imports: `from ddpkit import setup_distributed`.
 
-Names are loaded on first use, so that `utils.launchers` does not import torch.
+Names are loaded on first use, so that `ddpkit.launchers` does not import torch.
 """
 
 from __future__ import annotations

@@ -376,6 +376,7 @@ class _Epoch:
     description: dict[str, Any]
     batch: list[Sample] | None = None  # of the first batch
     count: int = 0  # tensors of the batch
+    batches: int = 0  # before the first step
 
 
 class TrainingWatch:
@@ -399,6 +400,7 @@ class TrainingWatch:
         self.epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
         self.iterator: Callable[[], Any] = lambda: None  # that has yielded the last batch
         self._reported: set[str] = set()
+        self._has_trained = False
         self._thread: threading.Thread | None = None
         self._has_left = False
         # Each rank uses its optimizers and loaders in the same order; some have ended meanwhile.
@@ -466,6 +468,9 @@ class TrainingWatch:
 
     def _check_epoch(self, epoch: _Epoch) -> None:
         """Compare a loader whose batches are trained on."""
+        if self._communicator is not None and not self._has_trained:
+            self._has_trained = True
+            self._log_global_batch(epoch, self._communicator.world_size)
         number, begun, last_order = self._loaders[epoch.loader]
         order = epoch.description.get("epoch")
         if epoch.description.get("shuffle") and begun and order == last_order:
@@ -497,6 +502,12 @@ class TrainingWatch:
                 missing.append(f"the {type(loader).__name__}")
         return missing
 
+    def _log_global_batch(self, epoch: _Epoch, world_size: int) -> None:
+        size = epoch.description["batch_size"]
+        # Several batches before a step: gradients are accumulated, or the next batch is loaded.
+        if size and epoch.description["is_divided"] and epoch.batches == 1 and not _has_groups():
+            _log.info("global batch %d x %d = %d samples", world_size, size, world_size * size)
+
     def _send(self, task: Callable[[], object]) -> None:
         if self._communicator is None:
             return
@@ -513,9 +524,12 @@ class TrainingWatch:
             self._loaders[loader] = [next(self._numbers_of_loaders), 0, None]
 
     def first_batch(self, iterator: Any, batch: object) -> None:
-        """Sample the first batch of an iterator."""
+        """Sample the first batch of an iterator; count those before the first step."""
         epoch = self.epochs.get(iterator)
-        if epoch is None or epoch.batch is not None or _is_capturing():
+        if epoch is None:
+            return
+        epoch.batches += 1
+        if epoch.batch is not None or _is_capturing():
             return
         tensors = [one for one in tensors_in(batch) if is_plain(one)]
         tensors = tensors if self._loaders[epoch.loader][1] < _CHECKED_EPOCHS else []

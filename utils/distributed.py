@@ -211,7 +211,7 @@ def setup_distributed(
         print_without_traceback(error)
         raise
     if job.is_main:
-        _log_start(job, found)
+        _log_start(job, detection, found)
         _log_network(job, chosen, log)
         if backend is None and job.backend == "gloo" and (warning := device.unused_gpus()):
             _log.warning("%s", warning)
@@ -506,14 +506,15 @@ def _make_watch(
     return HangWatch(limit, job.world_size, recorded=recorded, before_torch=before_torch)
 
 
-def _log_start(job: Distributed, found: Rendezvous) -> None:
+def _log_start(job: Distributed, detection: Detection, found: Rendezvous) -> None:
     """Print on rank 0 how many ranks have started, where, and what they should know."""
     ranks, hosts = job.world_size, job.num_nodes
     address = f", rank 0 at {job.master_addr}:{job.master_port}" if ranks > 1 else ""
     address += "" if found.is_authenticated else ", connections not authenticated"
+    start = detection.launcher.describe_start(detection.environ)
     _log.info(
-        f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)} by "
-        f"{job.launcher}, backend {job.backend}{address}\n{found.table}"
+        f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}, {start}, backend "
+        f"{job.backend}{address}\n{found.table}"
     )
     for note in found.notes:
         _log.warning("%s", note)

@@ -4,18 +4,14 @@ ddpkit launch -n 2 docs/guide/slow_rank.py
 ddpkit plot steps.csv
 """
 
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
+from ddpkit import setup_distributed
+from ddpkit.training.step_timer import StepTimer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder of the kit
-from utils import setup_distributed
-from utils.training.step_timer import StepTimer
 
 
 def batches(rank: int) -> Iterator[torch.Tensor]:

@@ -16,8 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """\
 import os, runpy, sys, time
-sys.path.insert(0, sys.argv.pop(1))
-from utils import consistency
+from ddpkit import consistency
 hooks, start = [0.0], [0.0]
 
 def timed(function):
@@ -53,7 +52,7 @@ def main() -> int:
     args, others = parser.parse_known_args()
     example = [str(ROOT / "examples" / "03_text_lm.py"), "--steps", str(args.steps), *others]
     command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "-n", "2", "--", sys.executable, "-c", PROGRAM]
-    return subprocess.run([*command, str(ROOT), *example], check=False).returncode
+    return subprocess.run([*command, *example], check=False).returncode
 
 
 if __name__ == "__main__":

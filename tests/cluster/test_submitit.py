@@ -48,7 +48,7 @@ def assert_resumes(process: subprocess.Popen[str], preempt: Callable[[str], obje
     assert done.status == 0, done.output
     assert done.line("final loss:") == expected
     resumed = re.search(r"resuming after epoch (\d+)", log)
-    assert resumed and int(resumed[1]) >= 2 and log.count("epoch 1/") == 1 and log.count(" by ") == 2, log
+    assert resumed and int(resumed[1]) >= 2 and log.count("epoch 1/") == 1 and log.count("started by") == 2, log
     return job_id, log
 
 
@@ -58,7 +58,7 @@ def test_requeued_job_resumes_where_it_stopped(slurm: SlurmCluster, tmp_path: Pa
                            "1", "--folder", str(tmp_path / "a folder")], env=THREADS)
     with killed_at_end(process):
         job_id, log = assert_resumes(process, lambda job: slurm.run(["scancel", "--signal=USR2", job]), expected)
-    assert "2 ranks on 2 hosts by slurm" in log
+    assert "2 ranks on 2 hosts, started by srun (Slurm)" in log
     assert slurm.job(job_id)["Restarts"] == "1"
 
 

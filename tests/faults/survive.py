@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["OMP_NUM_THREADS"] = "1"  # sums in the same order under every launcher
-from utils.checkpoint import Checkpointer, disk, load_part
-from utils.preemption import StopSignal
+from ddpkit.checkpoint import Checkpointer, disk, load_part
+from ddpkit.preemption import StopSignal
 
 # isort: split
 import torch

@@ -105,7 +105,7 @@ def train_under_two_agents(folder: Path, hosts: Hosts | None) -> str:
 
 def test_two_agents_on_one_host_recover_from_a_kill(tmp_path: Path, whole: str) -> None:
     text = train_under_two_agents(tmp_path / "checkpoints", None)
-    assert "2 ranks on 1 host by torchrun" in text and "resuming after step" in text, text
+    assert "2 ranks on 1 host, started by torchrun" in text and "resuming after step" in text, text
     assert done_line(text) == whole
 
 

@@ -149,7 +149,7 @@ def test_hosts_that_share_a_gpu(gpus: list[str], tmp_path: Path, record: Record)
     """NCCL over TCP between two hosts: collectives, and resumes of DDP and FSDP2 with the same bits."""
     statuses, output = run_on_hosts(2, masks(gpus), tmp_path, "collectives", "checkpoint", "sharded", seconds=240)
     found = figures(max(statuses), output)
-    assert statuses == [0, 0] and "2 ranks on 2 hosts by env, backend nccl" in output, output
+    assert statuses == [0, 0] and "2 ranks on 2 hosts, numbered by RANK and WORLD_SIZE, backend nccl" in output, output
     assert {"collectives", "checkpoint", "sharded"} < set(found)
     record("NCCL between two hosts", "DDP and FSDP2 resume with the same bits")
 

@@ -36,6 +36,10 @@ with setup_distributed("gloo", hang_timeout=2) as dist:
 # name -> what conftest's need() calls it, the launcher that detect() should find
 MPIS = {"mpich5": ("mpich", "mpich"), "mpich4": ("system-mpich", "mpich"), "intel": ("impi", "intel-mpi"),
         "openmpi5": ("openmpi", "openmpi"), "openmpi4": ("system-openmpi", "openmpi")}
+# What the first line of a training says of a launcher.
+STARTED = {"mpich": "started by mpiexec (MPICH)", "intel-mpi": "started by mpiexec (Intel MPI)",
+           "openmpi": "started by mpirun (Open MPI)", "slurm": "started by srun (Slurm)",
+           "torchrun": "started by torchrun", "env": "numbered by RANK and WORLD_SIZE"}
 # The library that mpi4py has to load to belong to the launcher: a file beside the launcher, or a name of the system.
 LIBRARIES = {"mpich5": "lib/libmpi.so.12", "mpich4": "libmpich.so.12", "intel": "lib/libmpi.so.12",
              "openmpi5": "lib/libmpi.so.40", "openmpi4": "libmpi.so.40"}

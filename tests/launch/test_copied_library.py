@@ -1,4 +1,4 @@
-"""utils/ without utils/tools/, copied into a project under another name: the examples train under every launcher."""
+"""utils/ without utils/tools/, copied beside a script under another name: the examples train under every launcher."""
 from __future__ import annotations
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import ROOT, TORCHRUN, Lab
+from tests.launch.launchers import ROOT, STARTED, TORCHRUN, Lab
 
 ARGUMENTS = {"01_ddp_minimal": ["--epochs", "1"], "02_distributed_sampler": [],
              "05_survive": ["--epochs", "1", "--folder", "survive"]}
@@ -20,10 +20,9 @@ PAIRS = [("torchrun", "05_survive"), ("mpich5", "01_ddp_minimal"), ("srun", "02_
 def test_a_copy_trains(by: str, example: str, tmp_path: Path, lab: Lab, request: pytest.FixtureRequest) -> None:
     ignored = shutil.ignore_patterns("tools", "__pycache__")
     shutil.copytree(ROOT / "utils", tmp_path / "mykit", ignore=ignored)
-    script = tmp_path / "train" / f"{example}.py"
-    script.parent.mkdir()
+    script = tmp_path / f"{example}.py"
     source = (ROOT / "examples" / script.name).read_text()
-    script.write_text(re.sub(r"^from utils\b", "from mykit", source, flags=re.MULTILINE))
+    script.write_text(re.sub(r"^from ddpkit\b", "from mykit", source, flags=re.MULTILINE))
     arguments = [str(tmp_path / word) if word == "survive" else word for word in ARGUMENTS[example]]
     program = [str(script), *arguments]
     if by == "srun":
@@ -35,4 +34,4 @@ def test_a_copy_trains(by: str, example: str, tmp_path: Path, lab: Lab, request:
         done = lab.mpi(by, "h1 h2", [sys.executable, *program])
     launcher = {"mpich5": "mpich", "srun": "slurm"}.get(by, by)
     assert done.status == 0 and f"2 ranks on {1 if by == 'torchrun' else 2} host" in done.output, done.output
-    assert f" by {launcher}," in done.output, done.output
+    assert f", {STARTED[launcher]}," in done.output, done.output

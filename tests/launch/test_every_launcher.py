@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Hosts
-from tests.launch.launchers import MEET, MINIMAL, MPIS, SHOW, TORCHRUN, Lab, Result, assert_met
+from tests.launch.launchers import MEET, MINIMAL, MPIS, SHOW, STARTED, TORCHRUN, Lab, Result, assert_met
 from utils.host.cores import parse_ranges, read_topology
 
 LIBRARIES = [sys.executable, str(Path(__file__).with_name("libraries.py"))]
@@ -19,7 +19,7 @@ ON_TWO_HOSTS = "h1 h1 h2 h2"
 
 def assert_trained(lab: Lab, done: Result, hosts: int, launcher: str) -> None:
     assert done.status == 0, done.output
-    assert f"3 ranks on {hosts} hosts by {launcher}," in done.output, done.output
+    assert f"3 ranks on {hosts} hosts, {STARTED[launcher]}," in done.output, done.output
     assert done.line("network: TCP over ").endswith(" (gloo)")
     assert done.line("final loss:") == lab.minimal_loss
     # Every host has the CPUs of this machine. Its ranks divide them if there are two cores for each of them.

@@ -56,7 +56,7 @@ def test_rank_0_may_be_on_any_node(slurm: SlurmCluster, lab: Lab) -> None:
     done = slurm.run(["sh", "-c", step("any", srun)], env={"SLURM_HOSTFILE": str(hostfile)})
     assert_step(done, "any", "node2 node1 node1")
     done = slurm.run(["srun", *srun.split(), "--mpi=pmi2", *MINIMAL], env={"SLURM_HOSTFILE": str(hostfile)})
-    assert done.status == 0 and "3 ranks on 2 hosts by slurm," in done.output, done.output
+    assert done.status == 0 and "3 ranks on 2 hosts, started by srun (Slurm)," in done.output, done.output
     assert done.line("final loss:") == lab.minimal_loss
 
 
@@ -95,7 +95,7 @@ def test_launchers_below_srun(slurm: SlurmCluster, need: Callable[[str], Path]) 
     agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29500",
              "--rdzv-id=7", *SHOW[1:]]
     done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", *agent])
-    assert done.status == 0 and "2 ranks on 2 hosts by torchrun" in done.output, done.output
+    assert done.status == 0 and "2 ranks on 2 hosts, started by torchrun" in done.output, done.output
     mpiexec = [str(need("mpich")), "-launcher", "fork", "-n", "2"]
     done = slurm.run(["srun", "-w", "node1", "-N1", "-n1", "--mpi=none", *mpiexec, *MEET])
     assert_met(done, "node1 node1", "mpich")

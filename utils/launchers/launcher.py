@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ..launch_error import LaunchError
+from .rank_variables import LAUNCH_RANK
 
 _T = TypeVar("_T")
 SERVICE = "ddpkit"  # the name, or key, under which rank 0 publishes
@@ -100,6 +101,7 @@ class Launcher:
     """
 
     name = ""  # as users write it, for example "openmpi"
+    command = ""  # what starts the ranks, for messages: "mpirun (Open MPI)"; default: the name
 
     # Names of the variables that hold the numbers of Placement; "" where there is no such variable.
     rank_variable = ""
@@ -187,6 +189,13 @@ class Launcher:
                 "script by a launcher, or unset what was set by hand"
             )
         return Placement(self.name, rank, world_size, local_rank, local_world_size)
+
+    def describe_start(self, environ: Mapping[str, str]) -> str:
+        """Return how the ranks were started, for people: "started by srun (Slurm)"."""
+        command = self.command or self.name
+        if environ.get(LAUNCH_RANK):
+            return f"started by ddpkit launch with {command}"
+        return f"started by {command}"
 
     def notes(self, environ: Mapping[str, str], placement: Placement) -> Iterator[str]:
         """Yield messages for the user about a placement that was detected, not requested."""

@@ -41,6 +41,7 @@ class MPICH(Hydra):
     """MPICH's mpiexec, called Hydra."""
 
     name = "mpich"
+    command = "mpiexec (MPICH)"
     rank_variable = "PMI_RANK"
     world_size_variable = "PMI_SIZE"
     local_rank_variable = "MPI_LOCALRANKID"
@@ -66,6 +67,7 @@ class IntelMPI(MPICH):
     """Intel's version of Hydra, which sets MPICH's variables and more."""
 
     name = "intel-mpi"
+    command = "mpiexec (Intel MPI)"
     marker_variables = ("I_MPI_HYDRA_UUID", "HYDRA_BSTRAP_LOCALHOST")
     identity_variables = ("I_MPI_HYDRA_UUID",)
     also_sets = ("mpich",)
@@ -83,6 +85,7 @@ class PMI(Hydra):
     """A process manager that sets the variables of PMI-1 and none of its own."""
 
     name = "mpich"
+    command = "mpiexec (PMI)"
     rank_variable = "PMI_RANK"
     world_size_variable = "PMI_SIZE"
     local_rank_variable = "PMI_LOCAL_RANK"
@@ -102,6 +105,7 @@ class OpenMPI(Launcher):
     """A daemon on each host, orted or prted, is the parent of the ranks."""
 
     name = "openmpi"
+    command = "mpirun (Open MPI)"
     rank_variable = "OMPI_COMM_WORLD_RANK"
     world_size_variable = "OMPI_COMM_WORLD_SIZE"
     local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
@@ -138,6 +142,7 @@ class PALS(Launcher):
     """
 
     name = "pals"
+    command = "mpiexec (PALS)"
     rank_variable = "PALS_RANKID"
     local_rank_variable = "PALS_LOCAL_RANKID"
     local_world_size_variable = "PALS_LOCAL_SIZE"
@@ -196,6 +201,7 @@ class Flux(Launcher):
     """flux-shell on each host is the parent of the tasks."""
 
     name = "flux"
+    command = "flux run"
     rank_variable = "FLUX_TASK_RANK"
     world_size_variable = "FLUX_JOB_SIZE"
     local_rank_variable = "FLUX_TASK_LOCAL_ID"

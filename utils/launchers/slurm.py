@@ -33,6 +33,7 @@ class SlurmStep(Launcher):
     """
 
     name = "slurm"
+    command = "srun (Slurm)"
     rank_variable = "SLURM_PROCID"
     world_size_variable = "SLURM_STEP_NUM_TASKS"
     local_rank_variable = "SLURM_LOCALID"

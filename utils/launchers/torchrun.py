@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from .launcher import Launcher, Placement, is_set, node_file, number, shown
+from .rank_variables import LAUNCH_RANK
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -31,6 +32,11 @@ class ByHand(Launcher):
         in_job = is_set(environ, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
         return bool(is_set(environ, "WORLD_SIZE")) or not in_job
 
+    def describe_start(self, environ: Mapping[str, str]) -> str:
+        if environ.get(LAUNCH_RANK):
+            return "started by ddpkit launch"
+        return "numbered by RANK and WORLD_SIZE"
+
 
 class Single(Launcher):
     """No launcher: one process."""
@@ -47,6 +53,9 @@ class Single(Launcher):
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         return Placement(self.name, 0, 1, 0, 1)
+
+    def describe_start(self, environ: Mapping[str, str]) -> str:
+        return "started without a launcher"
 
     def notes(self, environ: Mapping[str, str], placement: Placement) -> Iterator[str]:
         yield from unused_allocation(environ, "no launcher started this process")

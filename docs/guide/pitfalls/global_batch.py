@@ -1,13 +1,12 @@
 """batch_size of a DataLoader is for one rank; the global batch is world_size times as large."""
 
 import torch
+from ddpkit.training import split_batch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from two_ranks import Distributed, run, show
-
-from utils.training import split_batch
 
 INPUTS = torch.linspace(-1, 1, 256)[:, None]
 DATA = TensorDataset(INPUTS, INPUTS.sin())

@@ -5,13 +5,10 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the folder of the kit
-from utils import Distributed, setup_distributed
+from ddpkit import Distributed, setup_distributed
 
 Program = Callable[[Distributed], None]
 TIMEOUT = 6  # seconds that a rank waits in a collective

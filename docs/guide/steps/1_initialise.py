@@ -1,15 +1,10 @@
 """Step 1: every process learns which rank it is, and uses its own GPU."""
 
-import sys
-from pathlib import Path
-
 import torch
+from ddpkit import Distributed, setup_distributed
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the folder of the kit
-from utils import Distributed, setup_distributed
 
 
 def train(job: Distributed) -> None:

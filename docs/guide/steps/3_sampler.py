@@ -1,16 +1,11 @@
 """Step 3: every rank trains on its own part of the data."""
 
-import sys
-from pathlib import Path
-
 import torch
+from ddpkit import Distributed, setup_distributed
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the folder of the kit
-from utils import Distributed, setup_distributed
 
 
 def train(job: Distributed) -> None:

@@ -201,8 +201,8 @@ def _ranks_per_host(
 ) -> tuple[list[int], list[str]]:
     """Return --ntasks-per-node, else the slots of the job, else one rank for each GPU; and notes.
 
-    One slot on each host is what a job has that requested no tasks, or a task for torchrun, as most
-    job scripts of torchrun do: then each GPU gets a rank.
+    One slot per host is treated as no request: a job has it that requested no tasks, or one task
+    for torchrun, as most job scripts of torchrun do. Then each GPU gets a rank.
     """
     slots, gpus = list(allocation.ranks_per_host), list(allocation.gpus_per_host)
     if options.ntasks_per_node is not None:
