@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import MEET, MINIMAL, ROOT, SHOW, TORCHRUN, Lab, Result, assert_met
+from tests.launch.launchers import MEET, MINIMAL, MPIS, ROOT, SHOW, TORCHRUN, Lab, Result, assert_met
 
 RANK = shlex.join(MEET)
 EXPLAIN = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "utils.launchers"])
@@ -117,6 +117,15 @@ def test_launchers_in_a_batch_script(slurm: SlurmCluster, need: Callable[[str], 
     shell, task = re.findall(r"^launcher +(.*)$", done.output, re.MULTILINE)
     assert re.fullmatch(r"single: .*: slurmstepd: \[\d+\.batch\]", shell), done.output
     assert re.fullmatch(r"slurm: .*: slurmstepd: \[\d+\.\d\]", task), done.output
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"])
+def test_ranks_of_open_mpi_in_a_slurm_job_need_no_address(
+        slurm: SlurmCluster, need: Callable[[str], Path], mpi: str) -> None:
+    """mpi4py is not there. They find rank 0 by the job's node list, which ranks of all hosts have."""
+    mpiexec = [str(need(MPIS[mpi][0])), "--allow-run-as-root", "--bind-to", "none", "--map-by", "ppr:2:node", "-n", "4"]
+    done = slurm.batch("-N2 --ntasks-per-node=2 -w node1,node2", shlex.join([*mpiexec, *MEET]))
+    assert_met(done, "node1 node1 node2 node2", "openmpi")
 
 
 @pytest.mark.parametrize("names", ["debian", "none"])
