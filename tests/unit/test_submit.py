@@ -65,6 +65,8 @@ def quoted(path: str) -> str:
     ("run --site generic-pbs --gpus-per-node 4 -c 8 --launcher torchrun train.py",
      ["-l select=1:ncpus=32:mpiprocs=1:ompthreads=8:ngpus=4"], "SBATCH"),
     ("run --site perlmutter --account m1 --queue debug train.py", ["--qos=debug"], "partition"),
+    ("run --site generic-slurm --stage train.py", [" --stage -- train.py"], "stage-dir"),
+    ("run --site generic-pbs --stage-dir $LOCAL train.py", [" --stage --stage-dir '$LOCAL' -- train.py"], "$LOCAL "),
     ("run --site alps --container a.sif train.py", ["srun --container a.sif -- train.py"], "$@"),
     ("run --site lumi --container a.sif --gpus-per-node 0 train.py", ["srun --container a.sif -- train.py"], "vendor"),
     ("run --site generic-slurm -m package.module --lr 1 -m x", ["=module\n", " -- -m package.module --lr 1 -m x\n"],
@@ -266,3 +268,11 @@ def test_missing_scheduler_leaves_nothing_behind(login: Login, monkeypatch: pyte
     done = login.submit("run", "--site", "generic-pbs", "--no-check", "train.py")
     assert done.status == 1 and "qsub was not found" in done.err and "may be in the queue" not in done.err
     assert not (login.folder / "jobs-out").exists()
+
+
+def test_a_profile_stages_unless_the_user_says_otherwise(login: Login, tmp_path: Path) -> None:
+    site = tmp_path / "own.yaml"
+    site.write_text("title: Own\nscheduler: slurm\nstage: true\nstage_dir: $NVME\n")
+    for options, words in (((), " --stage --stage-dir '$NVME' -- train.py"), (("--no-stage",), "launch -- train.py"),
+                           (("--stage-dir", "/fast"), " --stage --stage-dir /fast -- train.py")):
+        assert words in login.submit("run", "--dry-run", "--site", str(site), *options, "train.py").out

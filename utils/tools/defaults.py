@@ -76,6 +76,20 @@ SETTINGS = {
         "as the script says",
         "DDPKIT_CHECK_TRAINING",
     ),
+    "stage": Setting(
+        "whether ranks start from copies of their packages on each node",
+        r"true|false",
+        "true",
+        "false",
+        "DDPKIT_STAGE",
+    ),
+    "stage-dir": Setting(
+        "local folder of each node for these copies",
+        r"[/~$]\S*",
+        "/local/scratch",
+        "$TMPDIR or /tmp, else /dev/shm",
+        "DDPKIT_STAGE_DIR",
+    ),
 }
 _OF_RANKS = ("hang-timeout", "port-range", "check-training")
 

@@ -104,11 +104,12 @@ def host_processes(
     if plan.options.torchrun:
         if not plan.options.max_restarts:  # else torchrun itself numbers the hosts
             common["NODE_RANK"] = str(host)
-        return [HostProcess(torchrun_words(plan, host, address, port, own_address), common)]
+        words = torchrun_words(plan, host, address, port, own_address)
+        return [HostProcess([*plan.starter, *words], common)]
 
     return [
         HostProcess(
-            list(plan.program),
+            [*plan.starter, *plan.program],
             rank_variables(
                 rank=plan.first_rank(host) + local_rank,
                 world_size=plan.world_size,
@@ -147,9 +148,9 @@ def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: 
             options += [f"--master-port={port}"]
 
     if plan.options.max_restarts:
-        python = [word for word in plan.program[:1] if word == plan.python]
-        words = plan.program[len(python) :]
-        command = ["--no-python", plan.python, _SET_NODE_RANK.format(python), *words]
+        by_python = plan.program[0] == plan.python
+        first, words = ("[sys.executable]", plan.program[1:]) if by_python else ("[]", plan.program)
+        command = ["--no-python", plan.python, _SET_NODE_RANK.format(first), *words]
     elif plan.is_script:
         command = list(plan.command)
     else:

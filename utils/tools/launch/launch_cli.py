@@ -83,6 +83,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--hang-timeout", type=float, metavar="SECONDS", help=hang)
     add("--dry-run", action="store_true", help="print the exact commands and start nothing")
 
+    add = parser.add_argument_group("packages on the disk of each node").add_argument
+    stage = "start from copies of the packages of the Python, which are kept for later launches"
+    add("--stage", action=argparse.BooleanOptionalAction, help=stage)
+    stage_dir = "local folder for them; default: $TMPDIR or /tmp, else /dev/shm; implies --stage"
+    add("--stage-dir", metavar="FOLDER", help=stage_dir)
+    also = "another folder of packages, in PYTHONPATH or installed as editable; repeatable"
+    add("--stage-also", action="append", default=[], metavar="FOLDER", help=also)
+
     add = parser.add_argument_group("where and how many").add_argument
     add("-n", "--ntasks", type=int, metavar="N", help="ranks in all, the same number on each host")
     add("--ntasks-per-node", type=int, metavar="N", help="ranks on each host")
@@ -135,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ[HANG_TIMEOUT] = f"{args.hang_timeout:g}"
     try:
         defaults.set_variables(os.environ)
+        _set_staging(args)
         _check_started_once()
         _check_command(args)
         plan = _make_plan(args)
@@ -152,6 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for line in describe(plan):
         print_status(line)
+    if args.stage and args.container:
+        print_status("--stage is not used: the packages are those of the image")
+        args.stage = False
     if args.dry_run:
         from ...log import print_result  # every launch would notice the time to load logging
 
@@ -161,17 +173,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"ddpkit launch itself also gives each rank {', '.join(RANK_VARIABLES)}; "
                 f"{os.path.basename(plan.method.path)} alone does not"
             )
+        if args.stage:
+            print_status("--stage: the ranks start from copies of their packages on each node")
         return 0
     if not plan.method.local:
         print_status(lines[0])
         if len(lines) > 1:
             print_status(f"and {len(lines) - 1} more like this; --dry-run shows all")
+    if args.stage:
+        from ..staging import distribute  # every launch would notice the time to load it
+
+        starter = distribute.stage(
+            plan.python,
+            plan.hosts,
+            plan.host,
+            plan.environ,
+            stage_dir=args.stage_dir or "",
+            also=args.stage_also,
+            note=print_status,
+        )
+        plan = plan._replace(starter=tuple(starter))
     try:
         return run(plan)
     except LaunchError as error:  # it cannot listen
         Failure(str(error), "launch").write()
         print_error(str(error))
         return 2
+
+
+def _set_staging(args: argparse.Namespace) -> None:
+    """Set the options of --stage that variables or files give. Raises DefaultsError."""
+    found = defaults.load()
+    if args.stage_dir is None and (folder := found.get("stage-dir")):
+        args.stage_dir = folder.value
+    elif args.stage_dir is not None and args.stage is None:
+        args.stage = True
+    if args.stage is None:
+        stage = found.get("stage")
+        args.stage = stage is not None and stage.value in ("true", "1")
 
 
 def ranks_of_hosts(arguments: Sequence[str]) -> tuple[int, ...]:

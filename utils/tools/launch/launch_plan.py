@@ -109,6 +109,7 @@ class Plan(NamedTuple):
     host: str  # name of the host of ddpkit launch
     notes: tuple[str, ...] = ()  # for the user
     one_per_gpu: bool = False  # as in Hosts
+    starter: tuple[str, ...] = ()  # words before those of each process, which become it: --stage
 
     @property
     def world_size(self) -> int:

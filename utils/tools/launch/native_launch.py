@@ -249,7 +249,8 @@ def rank_arguments(plan: Plan) -> list[str]:
     """Return the arguments of rank_start.main()."""
     checksum = checksum_of(plan.script) if plan.script else None
     text = "" if checksum is None else str(checksum)
-    return [os.getcwd(), plan.script, text, plan.options.output_dir, *plan.program]
+    words = [*plan.starter, *plan.program]
+    return [os.getcwd(), plan.script, text, plan.options.output_dir, *words]
 
 
 @contextmanager

@@ -134,6 +134,8 @@ class Job:
     directives: tuple[str, ...] = ()  # further options: "--constraint=a100", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
     container: str | None = None  # image of Apptainer or Singularity
+    stage: bool = False  # the ranks start from copies of their packages on each node
+    stage_dir: str | None = None  # local folder of each node for them; may hold variables
     preflight: tuple[str, ...] = ()  # options of doctor, which then checks the hosts first
 
     def __post_init__(self) -> None:
@@ -188,6 +190,10 @@ class Job:
             words += ["--hang-timeout", f"{self.hang_timeout:g}"]
         if self.container:
             words += ["--container", self.container]
+        if self.stage:
+            words += ["--stage"]
+        if self.stage_dir:
+            words += ["--stage-dir", self.stage_dir]
         return " ".join(map(quote, [*words, "--", *self.command]))
 
     def plain_options(self) -> Iterator[tuple[Option, str]]:

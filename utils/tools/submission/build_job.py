@@ -71,6 +71,7 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
     ranks = requested_ranks or gpus or 1
     # Where nodes are exclusive and the scheduler knows no GPUs, the ranks are requested instead.
     request_gpus = profile.request_gpus or args.gpus_per_node is not None
+    stage = args.stage_dir is not None or profile.stage if args.stage is None else args.stage
     queue, directives = _queue_and_directives(args, profile)
     plain = {name: getattr(args, name) for name in OPTIONS}
     if args.mail_user and not args.mail_type:  # without it, Slurm sends nothing
@@ -94,6 +95,8 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         directives=directives,
         chunk=profile.chunk,
         container=args.container,
+        stage=stage,
+        stage_dir=(args.stage_dir or profile.stage_dir) if stage else None,
     )
 
 

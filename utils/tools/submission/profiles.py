@@ -59,6 +59,8 @@ class Profile:
     interface: str | None = None  # interfaces of the fabric, comma-separated: "hsn0,hsn1"
     host_suffix: str | None = None  # suffix of host names on the fabric: "i", ".hsn.example.org"
     binding: str | None = None  # cores of each rank: "list:4-7:8-11"
+    stage: bool = False  # the ranks start from copies of their packages on each node
+    stage_dir: str | None = None  # for these: a local folder of each node, "$LOCAL_SCRATCH"
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()  # lines of shell
@@ -356,6 +358,8 @@ _KEYS: dict[str, Read] = {
     "interface": _value(text),
     "host_suffix": _value(text),
     "binding": _binding,
+    "stage": _value(_boolean),
+    "stage_dir": _value(text),
     **dict.fromkeys(_LISTS, _entries),
     "environment": _variables,
 }

@@ -311,6 +311,10 @@ def _add_environment_options(add: Callable[..., object]) -> None:
     )
     add("--hang-timeout", type=float, metavar="SECONDS", help=hang)
     add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
+    stage = "start from copies of the packages on the disk of each node, as ddpkit launch does"
+    add("--stage", action=argparse.BooleanOptionalAction, help=stage)
+    stage_dir = "local folder of each node for them, which may hold variables of the job"
+    add("--stage-dir", metavar="FOLDER", help=stage_dir)
     add(
         "-m",
         dest="module_command",

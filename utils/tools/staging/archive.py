@@ -1,0 +1,164 @@
+"""Pack the packages of an environment into one uncompressed tar, once for each content."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .packages import Environment, Member, StagingError, key_of, members_of
+
+CHUNK_BYTES = 1 << 20
+_LINE_SECONDS = 10.0  # between two lines of progress
+_OLD_SECONDS = 24 * 3600.0  # an archive of another content, which no launch reads any more
+_TYPES = {"file": tarfile.REGTYPE, "link": tarfile.SYMTYPE, "folder": tarfile.DIRTYPE}
+
+
+class Archive(NamedTuple):
+    """A packed environment. members: a hash over the list of members."""
+
+    key: str
+    path: str
+    size: int  # bytes of the archive
+    files: int  # in it, links included
+    members: str
+    prefix: str = ""
+    also: tuple[str, ...] = ()  # folders in it besides those of the environment
+
+
+def line_of(info: tarfile.TarInfo) -> bytes:
+    """Return what a member adds to the hash over the list of members."""
+    return f"{info.name} {info.size} {int(info.mtime)} {info.linkname}\n".encode(
+        errors="surrogateescape"
+    )
+
+
+def get_archive(environment: Environment, note: Callable[[str], None]) -> Archive:
+    """Return the archive of an environment; pack it where none is kept. Raises StagingError.
+
+    note: prints a line of progress.
+    """
+    key = key_of(environment)
+    folders = _cache_folders(environment)
+    owners = {os.geteuid(), os.stat(environment.prefix).st_uid}
+    for folder in folders:
+        kept = _kept(folder, key, owners)
+        if kept is not None:
+            return kept
+    problem = ""
+    for folder in folders:
+        try:
+            os.makedirs(folder, mode=0o755, exist_ok=True)
+            with _locked(os.path.join(folder, f"{key}.lock")):
+                kept = _kept(folder, key, owners)  # packed by another launch meanwhile
+                return kept or _pack(environment, key, folder, note)
+        except OSError as error:
+            problem = f"{folder} cannot hold the archive ({error.strerror or error})"
+    raise StagingError(f"{problem}. Expected space for it there. Make some, or set XDG_CACHE_HOME")
+
+
+def _cache_folders(environment: Environment) -> list[str]:
+    """Return where archives are kept: beside the environment, else in the cache of the user."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    own = os.path.join(cache, "ddpkit", "stage")
+    beside = os.path.join(environment.prefix, ".ddpkit-stage")
+    is_system = environment.prefix in ("/", "/usr", "/usr/local")
+    return [own] if is_system else [beside, own]
+
+
+def _kept(folder: str, key: str, owners: set[int]) -> Archive | None:
+    """Return a kept archive; None where there is none, or it is not as it was written."""
+    try:
+        with open(os.path.join(folder, f"{key}.json"), encoding="utf-8") as file:
+            found = Archive(**{**json.load(file), "path": os.path.join(folder, f"{key}.tar")})
+        status = os.lstat(found.path)
+        if found.key != key or status.st_size != found.size or status.st_uid not in owners:
+            return None
+        with contextlib.suppress(OSError):  # of another user
+            os.utime(found.path)
+        return found
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold a lock, where the file system has locks: without, each launch packs for itself."""
+    with open(path, "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _pack(environment: Environment, key: str, folder: str, note: Callable[[str], None]) -> Archive:
+    _remove_old(folder)
+    start = shown = time.monotonic()
+    note(f"staging: packing {', '.join(source for source, _ in environment.staged)}")
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{key}-", dir=folder)
+    try:
+        digest, count = hashlib.sha256(), 0
+        with os.fdopen(descriptor, "wb", buffering=CHUNK_BYTES) as file:
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
+                tar.copybufsize = CHUNK_BYTES  # type: ignore[attr-defined]
+                for member in members_of(environment):
+                    digest.update(line_of(_add(tar, member)))
+                    count += member.kind != "folder"
+                    if time.monotonic() - shown > _LINE_SECONDS:
+                        shown = time.monotonic()
+                        note(f"staging: {count} files, {file.tell() / 1e6:.0f} MB so far")
+                    tar.members.clear()  # type: ignore[attr-defined]  # it would hold all of them
+            file.flush()
+            size = file.tell()
+        os.chmod(temporary, 0o644)
+        archive = Archive(
+            key, os.path.join(folder, f"{key}.tar"), size, count, digest.hexdigest(),
+            environment.prefix, environment.also,
+        )  # fmt: skip
+        os.replace(temporary, archive.path)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as text:
+            json.dump(archive._asdict(), text)
+        os.chmod(text.name, 0o644)
+        os.replace(text.name, os.path.join(folder, f"{key}.json"))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    seconds = time.monotonic() - start
+    note(f"staging: packed {count} files, {size / 1e6:.0f} MB, in {seconds:.1f} s: {archive.path}")
+    return archive
+
+
+def _add(tar: tarfile.TarFile, member: Member) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(member.name)
+    info.type, info.mode = _TYPES[member.kind], member.mode
+    info.mtime = member.mtime_ns // 10**9  # the second, which compiled modules record
+    if member.kind == "link":
+        info.linkname = member.text
+        tar.addfile(info)
+    elif member.kind == "file" and member.source:
+        info.size = member.size
+        with open(member.source, "rb") as source:
+            tar.addfile(info, source)
+    else:
+        text = member.text.encode()
+        info.size = len(text)
+        tar.addfile(info, io.BytesIO(text))
+    return info
+
+
+def _remove_old(folder: str) -> None:
+    """Remove archives that no launch has used for a while, and what killed ones have left."""
+    oldest = time.time() - _OLD_SECONDS
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                    os.unlink(entry.path)

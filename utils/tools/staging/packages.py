@@ -1,0 +1,218 @@
+"""The packages of an environment, as members of an archive that is an environment of its own.
+
+The archive has the layout of a venv: Python started from there finds its packages, and handles
+their .pth files, as it does in the environment itself. Its interpreter and standard library are
+links to those of the environment, as is all else that lies beside the packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+_PROBE_SECONDS = 120.0
+_THREADS = 8  # a parallel file system answers many at once
+_FORMAT = "1"
+_SYSTEM = ("/", "/usr", "/usr/local")  # their folders are no environment
+_PROBE = r"""
+import json, site, sys
+folders = site.getsitepackages()
+if site.ENABLE_USER_SITE:
+    folders.append(site.getusersitepackages())
+print("\nddpkit-stage " + json.dumps({
+    "version": sys.version, "short": "%d.%d" % sys.version_info[:2], "prefix": sys.prefix,
+    "base": getattr(sys, "_base_executable", None) or sys.executable,
+    "folders": [entry for entry in sys.path if entry in folders]}))
+"""
+
+
+class StagingError(Exception):
+    """The packages cannot be staged; the message has what was found and what to do."""
+
+
+class Environment(NamedTuple):
+    """A Python and the folders of its packages, in the order in which it searches them."""
+
+    version: str  # sys.version
+    short: str  # "3.11"
+    prefix: str
+    base: str  # the interpreter itself
+    folders: tuple[str, ...]
+    also: tuple[str, ...] = ()  # other folders to stage
+
+    @property
+    def staged(self) -> list[tuple[str, str]]:
+        """Return each staged folder, and its name in the archive."""
+        first = f"lib/python{self.short}/site-packages"
+        names = [first, *(f"packages/{number}" for number in range(1, len(self.folders)))]
+        also = [(folder, f"also/{number}") for number, folder in enumerate(self.also)]
+        return [*zip(self.folders, names, strict=True), *also]
+
+
+class Member(NamedTuple):
+    """A member of the archive. text: the target of a link, or the content of a new file."""
+
+    name: str
+    kind: str  # "file", "link" or "folder"
+    source: str = ""
+    text: str = ""
+    size: int = 0
+    mtime_ns: int = 0
+    mode: int = 0o644
+
+
+def find_environment(python: str, also: Sequence[str]) -> Environment:
+    """Query a Python for the folders of its packages. Raises StagingError."""
+    also = tuple(os.path.realpath(os.path.expanduser(folder)) for folder in also)
+    for folder in also:
+        if not os.path.isdir(folder):
+            raise StagingError(f"--stage-also {folder} is not a folder. Correct it")
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StagingError(f"{python} does not start: {error}. Check it") from None
+    line = next((line for line in done.stdout.split("\n") if line.startswith("ddpkit-stage ")), "")
+    if not line:
+        problem = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise StagingError(f"{python} does not list its packages ({problem}). Check it")
+    found = json.loads(line.partition(" ")[2])
+    folders = tuple(filter(os.path.isdir, dict.fromkeys(found.pop("folders"))))
+    if not folders:
+        raise StagingError(f"{python} has no folder of packages. Use that of an environment")
+    return Environment(**found, folders=folders, also=also)
+
+
+def key_of(environment: Environment) -> str:
+    """Return a hash over names, sizes and times of all that is staged.
+
+    Compiled modules are left out: the first program that imports a module writes them.
+    """
+    digest = hashlib.sha256(json.dumps([_FORMAT, *environment]).encode())
+    for folder, name in environment.staged:
+        for member in _walk(folder, name, compiled=False):
+            digest.update(repr((member.name, member.text, member.size, member.mtime_ns)).encode())
+    return digest.hexdigest()[:24]
+
+
+def members_of(environment: Environment) -> Iterator[Member]:
+    """Yield all members of the archive, each folder before what it holds."""
+    yield from _surroundings(environment)
+    for folder, name in environment.staged:
+        yield from _walk(folder, name, compiled=True)
+    others = [name for _, name in environment.staged[1 : len(environment.folders)]]
+    if others:
+        add = "".join(
+            f"import os, site, sys; site.addsitedir(os.path.join(sys.prefix, {name!r}))\n"
+            for name in others
+        )
+        yield Member(f"{environment.staged[0][1]}/zzz-ddpkit-staged.pth", "file", text=add)
+
+
+def _surroundings(environment: Environment) -> Iterator[Member]:
+    """Yield what makes a venv of the archive, and links to what lies beside the packages."""
+    prefix, library = environment.prefix, f"python{environment.short}"
+    home = os.path.dirname(environment.base)
+    settings = f"home = {home}\ninclude-system-site-packages = false\n"
+    yield Member("pyvenv.cfg", "file", text=settings)
+    own = {"bin/python": environment.base, "bin/python3": "python", f"bin/{library}": "python"}
+    for folder in ("bin", "lib", f"lib/{library}", "packages", "also"):
+        yield Member(folder, "folder", mode=0o755)
+    for name, target in own.items():
+        yield Member(name, "link", text=target)
+    yield Member("lib64", "link", text="lib")
+    if prefix in _SYSTEM:
+        return
+    for folder in ("", "bin/", "lib/"):  # libraries and data that packages find by a relative path
+        for entry in sorted(_names(os.path.join(prefix, folder))):
+            name = folder + entry
+            if name not in ("bin", "lib", "lib64", "pyvenv.cfg", "packages", "also", *own):
+                if name != f"lib/{library}" and not entry.startswith(".ddpkit"):
+                    yield Member(name, "link", text=os.path.join(prefix, name))
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _walk(folder: str, name: str, *, compiled: bool) -> Iterator[Member]:
+    """Yield the members of a folder: those of each of its entries at a time, in order."""
+    yield Member(name, "folder", mode=0o755)
+    top = _entries(folder, name, folder, compiled)
+    for member in top:
+        if member.kind != "folder":
+            yield _with_absolute_paths(member, folder) if member.name.endswith(".pth") else member
+    folders = [member for member in top if member.kind == "folder"]
+
+    def below(member: Member) -> list[Member]:
+        return list(_below(member, folder, compiled))
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for found in pool.map(below, folders):
+            yield from found
+
+
+def _with_absolute_paths(member: Member, folder: str) -> Member:
+    """Return a .pth file whose relative paths out of its folder are absolute."""
+    if member.kind != "file":
+        return member
+    with open(member.source, encoding="utf-8", errors="surrogateescape") as file:
+        lines = file.read().splitlines()
+    for number, line in enumerate(lines):
+        path = os.path.normpath(os.path.join(folder, line.strip()))
+        if line.lstrip().startswith("..") and os.path.exists(path):
+            lines[number] = path
+    text = "".join(f"{line}\n" for line in lines)
+    return Member(member.name, "file", "", text, 0, member.mtime_ns, member.mode)
+
+
+def _below(folder: Member, root: str, compiled: bool) -> Iterable[Member]:
+    yield folder
+    for member in _entries(folder.source, folder.name, root, compiled):
+        if member.kind == "folder":
+            yield from _below(member, root, compiled)
+        else:
+            yield member
+
+
+def _entries(folder: str, name: str, root: str, compiled: bool) -> list[Member]:
+    """Return the members of a folder, without those of folders in it."""
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if compiled or entry.name != "__pycache__":
+                    member = _member(entry, f"{name}/{entry.name}", root)
+                    if member is not None:
+                        found.append(member)
+    except OSError as error:
+        raise StagingError(
+            f"{folder} cannot be read ({error.strerror}). Expected packages that this user may "
+            "read, and that do not change meanwhile. Correct that"
+        ) from None
+    return found
+
+
+def _member(entry: os.DirEntry[str], name: str, root: str) -> Member | None:
+    if entry.is_symlink():
+        target = os.readlink(entry.path)
+        real = os.path.normpath(os.path.join(os.path.dirname(entry.path), target))
+        inside = not os.path.isabs(target) and real.startswith(root + os.sep)
+        return Member(name, "link", text=target if inside else real)
+    if entry.is_dir():
+        return Member(name, "folder", entry.path, mode=0o755)
+    status = entry.stat(follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    mode = stat.S_IMODE(status.st_mode) & 0o777 | 0o600
+    return Member(name, "file", entry.path, "", status.st_size, status.st_mtime_ns, mode)

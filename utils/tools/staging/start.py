@@ -1,0 +1,122 @@
+"""Become the program of a rank, with the copy of its packages on this node where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+
+from .archive import Archive
+from .node_copy import candidates, moved_folders, prepare
+from .packages import StagingError
+
+# Caches that programs would have in a home folder, and the folder of each in the copy.
+_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "MIOPEN_USER_DB_PATH": "miopen",
+    "CUDA_CACHE_PATH": "cuda",
+    "MPLCONFIGDIR": "matplotlib",
+}
+_SHEBANG_BYTES = 512
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prepare the copy, then become the program; return a status where that is not possible.
+
+    arguments: what distribute.stage() gives, as JSON, and the words of the program.
+    """
+    order = json.loads(arguments[0])
+    words = list(arguments[1:])
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    archive, python = Archive(*order["archive"]), order["python"]
+    folders = candidates(order["stage_dir"], os.environ)
+    try:
+        copy = prepare(archive, _received(order["received"]), folders, order["launch"])
+        words = use(copy.path, archive, python, words, os.environ)
+        if os.environ.get("RANK", "0") == "0" and copy.made_in:
+            _print(f"staging: {copy.path} made in {copy.made_in:.1f} s on {socket.gethostname()}")
+    except (StagingError, OSError) as error:
+        if first:
+            _print(
+                f"warning: on {socket.gethostname()} the packages are not staged ({error}). The "
+                "ranks there use the shared ones. Make space, or name a local folder: --stage-dir"
+            )
+    if first and order["received"]:
+        with suppress(OSError):
+            os.unlink(order["received"])
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and not every program does
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        _print(
+            f"error: {words[0]} could not be started: {error.strerror}. Expected a program, or a "
+            "script whose name ends in .py"
+        )
+        return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell does
+
+
+def _received(path: str) -> str:
+    """Return the archive that was sent to this node; "" where it must be read from its origin."""
+    with suppress(OSError):
+        if path and os.lstat(path).st_uid == os.geteuid():
+            return path
+    return ""
+
+
+def use(
+    copy: str,
+    archive: Archive,
+    python: str,
+    words: Sequence[str],
+    environ: MutableMapping[str, str],
+) -> list[str]:
+    """Return the words of a program that uses a copy, and change its environment so.
+
+    python: that of the ranks, which alone is replaced.
+    """
+    staged, own = os.path.join(copy, "bin", "python"), os.path.dirname(python)
+    path = environ.get("PATH", os.defpath).split(os.pathsep)
+    found = shutil.which("python", path=os.pathsep.join(path))
+    if found and os.path.realpath(os.path.dirname(found)) == os.path.realpath(own):
+        index = path.index(os.path.dirname(found))
+        path.insert(index, os.path.dirname(staged))
+        environ["PATH"] = os.pathsep.join(path)
+    for name, folder in _CACHES.items():
+        if not environ.get(name):
+            environ[name] = os.path.join(copy, "caches", folder)
+            os.makedirs(environ[name], exist_ok=True)
+    moved = moved_folders(copy, archive)
+    if environ.get("PYTHONPATH") and moved:
+        entries = environ["PYTHONPATH"].split(os.pathsep)
+        environ["PYTHONPATH"] = os.pathsep.join(
+            moved.get(os.path.realpath(entry), entry) if entry else entry for entry in entries
+        )
+    words = [staged if word == python else word for word in words]
+    if words[0] != staged and (script := _script_of(words[0], own, path)):
+        words[:1] = [staged, script]
+    return words
+
+
+def _script_of(word: str, folder: str, path: Sequence[str]) -> str:
+    """Return the path of a program that the Python in a folder runs, such as accelerate; or ""."""
+    script = shutil.which(word, path=os.pathsep.join(path))
+    if script is None:
+        return ""
+    with suppress(OSError), open(script, "rb") as file:
+        line = file.read(_SHEBANG_BYTES).partition(b"\n")[0].decode(errors="replace")
+        program = line.removeprefix("#!").strip()
+        name = os.path.basename(program)
+        if line.startswith("#!") and name.startswith("python"):
+            return script if os.path.dirname(program) == folder else ""
+    return ""
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"ddpkit launch: {text}\n")  # at once: other ranks write there, too
