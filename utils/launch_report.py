@@ -37,13 +37,21 @@ class Failure(NamedTuple):
     host: str | None = None
     is_over: bool = False
 
-    def write(self, environ: Mapping[str, str] = os.environ) -> None:
+    def write(self, environ: Mapping[str, str] = os.environ, **more: object) -> None:
         """Write the line that programs read, such as `ddpkit doctor logs`.
 
+        more: fields besides kind, rank, host and cause: of a failure after which the ranks were
+        started again, "restart", its number, and "without", the hosts that are left out.
         It goes to the file that FAILURE_FILE names; without one to standard error, but not where a
         person reads that in a terminal.
         """
-        fields = {"kind": self.kind, "rank": self.rank, "host": self.host, "cause": self.text}
+        fields: dict[str, object] = {
+            "kind": self.kind,
+            "rank": self.rank,
+            "host": self.host,
+            "cause": self.text,
+        }
+        fields |= more
         line = f"{FAILURE}{json.dumps(fields)}\n"
         if path := environ.get(FAILURE_FILE):
             with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
@@ -69,7 +77,7 @@ def parse_address(value: str) -> tuple[list[str], int, str]:
 
 def report_saved(environ: Mapping[str, str] = os.environ) -> bool:
     """Report to launch.py that all ranks have saved; return whether launch.py received it."""
-    return _send("saved", environ)
+    return send("saved", environ)
 
 
 def report_first_cause(
@@ -80,7 +88,7 @@ def report_first_cause(
     prints: print it where there is no launch.py; no other rank does.
     """
     failure = failure._replace(text=" ".join(failure.text.split())[:_LONGEST_CAUSE])
-    received = _send("failed", environ, failure)
+    received = send("failed", environ, failure)
     if not received and prints:
         failure.write(environ)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error
@@ -90,8 +98,11 @@ def report_first_cause(
     return received
 
 
-def _send(what: str, environ: Mapping[str, str], failure: Failure = _NONE) -> bool:
-    """Send a notice; return whether launch.py has it. This process may end in a moment."""
+def send(what: str, environ: Mapping[str, str], failure: Failure = _NONE) -> bool:
+    """Send "saved", "failed" or "checkpoint"; return whether launch.py has it.
+
+    This process may end in a moment.
+    """
     from . import channel  # most ranks send none
 
     addresses, port, secret = parse_address(environ.get(VARIABLE, ""))

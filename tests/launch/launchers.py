@@ -47,7 +47,7 @@ LIBRARIES = {"mpich5": "lib/libmpi.so.12", "mpich4": "libmpich.so.12", "intel": 
 
 def launch_py(by: str, need: Callable[[str], Path]) -> list[str]:
     """The start of a command: launch.py with one of MPIS, another --launcher, torchrun, or what it chooses itself."""
-    options = {"": [], "torchrun": ["--torchrun"], "restarts": ["--max-restarts", "1"]}
+    options = {"": [], "torchrun": ["--torchrun"], "restarts": ["--torchrun", "--max-restarts", "1"]}
     launcher = need(MPIS[by][0]) if by in MPIS else by
     return [*LAUNCH, *options.get(by, ["--launcher", str(launcher)])]
 

@@ -90,7 +90,7 @@ def test_what_cannot_be_started_is_refused(folder: Path, words: list[str], messa
 
 def test_torchrun_names_the_script_in_its_summary(folder: Path) -> None:
     (folder / "fails.py").write_text("raise SystemExit(3)")
-    done = launch("--max-restarts", "1", "fails.py", folder=folder)
+    done = launch("--torchrun", "--max-restarts", "1", "fails.py", folder=folder)
     assert done.returncode == 1 and "\nfails.py FAILED\n" in done.stderr, done.stderr
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .. import consistency
+from .. import consistency, restart_notice
 from ..coordination import CoordinationError, StoreCommunicator
 from ..log import get_logger
 from .checksums import BackgroundChecksums
@@ -346,6 +346,8 @@ class Checkpointer:
                 self.seconds = time.monotonic() - job.start
             self._logged.clear()
             if self._ranks.rank == 0:
+                if isinstance(job, SaveJob):
+                    restart_notice.report_checkpoint(job.step)
                 self._folder.delete_old()
         except Exception as error:
             self._note_failure(error, job)

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
+from .. import restart_notice
 from ..distributed import Distributed
 from ..log import clear_progress, get_logger, show_progress
 from .run_log import FILE_NAME, RunLog
@@ -342,7 +343,7 @@ class _Output:
         ]
         try:
             if self._log is None:
-                self._log = self._open(rows[0].step - 1)
+                self._log = self._open(rows[0])
             self._log.append(lines, sync=sync)
         except OSError as error:  # a full disk, for example; the next call tries again
             if not self._is_failing:
@@ -363,7 +364,9 @@ class _Output:
         if self._log is not None:
             self._log.close()
 
-    def _open(self, last_step: int) -> RunLog:
+    def _open(self, first: _Row) -> RunLog:
+        """Open the log, where it continues: before the first step of this process."""
+        last_step = first.step - 1
         log = RunLog(self._folder / FILE_NAME, last_step)
         if log.last_step != last_step:
             _log.warning(
@@ -373,9 +376,27 @@ class _Output:
                 log.last_step,
                 last_step,
             )
-        now, size = round(time.time(), 3), self._world_size
-        start = {"event": "start", "step": last_step, "run": log.run}
-        log.append([{**start, "time": now, "world_size": size}])
+        now = round(time.time(), 3)
+        start: dict[str, object] = {"event": "start", "step": last_step, "run": log.run}
+        start |= {"time": now, "world_size": self._world_size}
+        notice = restart_notice.read()
+        if notice is not None and notice.number:
+            seconds = round(first.time - notice.failed_at, 1)
+            start["restart"] = {
+                "number": notice.number,
+                "cause": notice.cause,
+                "without": list(notice.without),
+                "steps_lost": log.lost_steps,
+                "seconds": seconds,
+            }
+            _log.info(
+                "restart %d: the first step ended %.1f s after the failure; %d steps of the log "
+                "are trained again",
+                notice.number,
+                seconds,
+                log.lost_steps,
+            )
+        log.append([start])
 
         makers: list[Callable[[], Tracker]] = []
         if self._tensorboard:

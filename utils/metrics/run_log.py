@@ -3,9 +3,12 @@
 {"event": "start", "step": 200, "run": "q7x2mfgk", "time": 1795381200.1, "world_size": 8}
 {"step": 201, "time": 1795381203.4, "loss": 2.71, "lr": 0.0006, "tokens_per_second": 812345.0}
 
-A start has the number of the step before its first one. Steps that are trained again after a
-restart replace the lines of the first time. Every line ends with a newline; one without it was cut
-off by a kill.
+A start has the number of the step before its first one. Where `ddpkit launch` has started the ranks
+again, it also has "restart": {"number": 1, "cause": ..., "without": ["n2"], "steps_lost": 12,
+"seconds": 9.4}: steps of the log that are trained again (those that were not written yet are not
+counted), and the time from the failure to the end of the first step. Steps that are trained
+again after a restart replace the lines of the first time. Every line ends with a newline; one
+without it was cut off by a kill.
 """
 
 from __future__ import annotations
@@ -30,14 +33,16 @@ class RunLog:
     process. The lines of later steps are dropped, and so is a line that a kill has cut off.
 
     Attributes: run is the id of the run, the same after restarts. last_step is the last step that
-    remains in the file, 0 if there is none.
+    remains in the file, 0 if there is none. lost_steps is the number of steps that were dropped: a
+    run before this one had trained them.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._size, self.last_step, self.run = _drop_after(self._file, last_step)
+        self._size, self.last_step, newest, self.run = _drop_after(self._file, last_step)
+        self.lost_steps = max(0, newest - last_step)
         self.run = self.run or "".join(random.SystemRandom().choices(_ID_LETTERS, k=8))
 
     def append(self, lines: Sequence[Mapping[str, object]], *, sync: bool = False) -> None:
@@ -69,28 +74,30 @@ def parse_line(text: bytes) -> Line | None:
 _ID_LETTERS = string.ascii_lowercase + string.digits
 
 
-def _drop_after(file: int, last_step: int) -> tuple[int, int, str]:
-    """Cut a log after `last_step`. Returns its size, its last step, and the id of its run.
+def _drop_after(file: int, last_step: int) -> tuple[int, int, int, str]:
+    """Cut a log after `last_step`. Returns its size, its last step now and before, its run's id.
 
     It is read from its end, since a long run has millions of lines and a restart drops a few.
     """
     size = os.fstat(file).st_size
     if size == 0:
-        return 0, 0, ""
-    found = 0
+        return 0, 0, 0, ""
+    found = newest = 0
     with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as content:
         first = parse_line(content[: content.find(b"\n") + 1])
         end = size
         while end > 0:
             start = content.rfind(b"\n", 0, end - 1) + 1
             line = parse_line(content[start:end])
-            if line is not None and int(str(line["step"])) <= last_step:
-                found = int(str(line["step"]))
+            step = 0 if line is None else int(str(line["step"]))
+            newest = max(newest, step)
+            if line is not None and step <= last_step:
+                found = step
                 break
             end = start
     if end < size:
         os.ftruncate(file, end)
-    return end, found, str(first.get("run", "")) if first else ""
+    return end, found, newest, str(first.get("run", "")) if first else ""
 
 
 def _finite(line: Mapping[str, object]) -> Line:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
+from ..gpu_errors import GPU_ERRORS
+
 
 class CauseLevel(IntEnum):
     """How much a line explains. The lowest level in the output names the cause.
@@ -248,8 +250,7 @@ CAUSES = (
           "48, 63, 64, 74, 79, 94 and 95 are the hardware.",
           "dmesg | grep Xid on that host; nvidia-smi -q -d ECC.",
           "Exclude the host, and report it to the centre.",
-          ("{host} kernel: ...NVRM: Xid", "NVRM: Xid", "SXid (", "uncorrectable ECC error",
-           "fallen off the bus", "Unable to determine the device handle for GPU", "GPU is lost")),
+          ("{host} kernel: ...NVRM: Xid", *GPU_ERRORS)),
     FailureCause("duplicate_gpu", False, _CAUSE,
           "Two ranks use the same GPU.",
           "CUDA_VISIBLE_DEVICES and the local rank of each rank.",

@@ -67,11 +67,13 @@ class Coordinator(LaunchServer):
                 self._stop(number, now)
             self._check_starters(now)
             if not self._ranks_started and now > limit:
+                missing = [one for one in range(len(self._plan.hosts)) if one not in self.clients]
                 self._result.fail(
                     f"no agent has connected from {self._missing_hosts()} within "
                     f"{START_SECONDS:.0f} s. Expected {self._plan.method.name} to start one there. "
                     f"Check these hosts, and that they can reach {socket.gethostname()} by TCP",
                     now,
+                    host=self._plan.hosts[missing[0]] if len(missing) == 1 else None,
                 )
             self._end_if_failed(now)
 

@@ -11,7 +11,7 @@ import socket
 import stat
 import sys
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...effects import HANG_TIMEOUT
 from ...host.gpus import count_gpus, gpu_vendor
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = f"auto (default), {', '.join(NAMES)}, or the path of an mpiexec"
     add("--launcher", default="auto", metavar="NAME", help=names)
     add("--torchrun", action="store_true", help="start one torchrun agent on each host")
-    restarts = "restarts of the ranks by torchrun after a failure (default 0); implies --torchrun"
+    restarts = "restarts on the same hosts after a failure, unless it comes again (default 0)"
     add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
     module = "MODULE [ARGUMENT ...]: run a module instead of a script, as python -m does"
     add("-m", nargs=argparse.REMAINDER, dest="module", help=module)
@@ -95,6 +95,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("-n", "--ntasks", type=int, metavar="N", help="ranks in all, the same number on each host")
     add("--ntasks-per-node", type=int, metavar="N", help="ranks on each host")
     add("-N", "--nodes", type=int, metavar="N", help="use only the first N hosts of the job")
+    spare = "keep the last N hosts of the job for a restart in the place of one that fails"
+    add("--spare", type=int, default=0, metavar="N", help=spare)
     names = "use only these hosts of the job: node3,node4 or node[3-4]"
     add("-w", "--nodelist", metavar="NAMES", help=names)
 
@@ -146,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _set_staging(args)
         _check_started_once()
         _check_command(args)
-        plan = _make_plan(args)
+        replan = _planner(args)
+        plan = replan(())
         lines = list(shell_lines(plan, os.environ))
     except (
         AllocationError,
@@ -180,25 +183,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_status(lines[0])
         if len(lines) > 1:
             print_status(f"and {len(lines) - 1} more like this; --dry-run shows all")
-    if args.stage:
-        from ..staging import distribute  # every launch would notice the time to load it
-
-        starter = distribute.stage(
-            plan.python,
-            plan.hosts,
-            plan.host,
-            plan.environ,
-            stage_dir=args.stage_dir or "",
-            also=args.stage_also,
-            note=print_status,
-        )
-        plan = plan._replace(starter=tuple(starter))
+    starter = _stage(args, plan) if args.stage else ()
     try:
-        return run(plan)
+        return run(
+            plan._replace(starter=starter), lambda hosts: replan(hosts)._replace(starter=starter)
+        )
     except LaunchError as error:  # it cannot listen
         Failure(str(error), "launch").write()
         print_error(str(error))
         return 2
+
+
+def _stage(args: argparse.Namespace, plan: Plan) -> tuple[str, ...]:
+    """Distribute the packages; return the words before those of each rank."""
+    from ..staging import distribute  # every launch would notice the time to load it
+
+    starter = distribute.stage(
+        plan.python,
+        (*plan.hosts, *plan.spares),
+        plan.host,
+        plan.environ,
+        stage_dir=args.stage_dir or "",
+        also=args.stage_also,
+        note=print_status,
+    )
+    return tuple(starter)
 
 
 def _set_staging(args: argparse.Namespace) -> None:
@@ -217,7 +226,7 @@ def ranks_of_hosts(arguments: Sequence[str]) -> tuple[int, ...]:
     """Return how many ranks these words would start on each host. Raises LaunchError."""
     try:
         _check_started_once()
-        return _make_plan(parse(arguments)).ranks
+        return _planner(parse(arguments))(()).ranks
     except (AllocationError, PlanError, interpreter.InterpreterError) as error:
         raise LaunchError(str(error)) from None
 
@@ -254,7 +263,7 @@ def _python_for_ranks(args: argparse.Namespace) -> str:
     """Choose the Python for the ranks. InterpreterError where they need torch and none has it."""
     is_script = not args.container and interpreter.is_python(args.command)
     # An image brings its own Python, but no torchrun.
-    needs_torch = is_script or args.torchrun or args.max_restarts > 0
+    needs_torch = is_script or args.torchrun
     environ = {**os.environ, **({"PYTHON": args.python} if args.python else {})}
     if args.container and not needs_torch:
         environ.pop("PYTHON", None)  # that of the image
@@ -275,7 +284,8 @@ def _environment(args: argparse.Namespace) -> Mapping[str, str]:
     return enter_job(args.jobid, os.environ)
 
 
-def _make_plan(args: argparse.Namespace) -> Plan:
+def _planner(args: argparse.Namespace) -> Callable[[tuple[str, ...]], Plan]:
+    """Return the function that plans the launch, without the hosts that it is given."""
     path = os.path.abspath(args.launcher) if os.sep in args.launcher else None
     programs = Programs(mpiexec=path)
     if path is not None and programs.mpiexec is None:
@@ -291,6 +301,7 @@ def _make_plan(args: argparse.Namespace) -> Plan:
     args.launcher = "mpiexec" if path else args.launcher
     args.output_dir = os.path.abspath(args.output_dir) if args.output_dir else ""
     args.input, args.input_waits = _own_input()
+    args.without, args.restarted = (), False
     options = Options(*(getattr(args, name) for name in Options._fields))
     environ = _environment(args)
     allocation = current_allocation(environ)
@@ -299,7 +310,15 @@ def _make_plan(args: argparse.Namespace) -> Plan:
     host_info = HostInfo(socket.gethostname(), count_gpus(), python, programs, is_root)
     if args.independent:
         environ = {**environ, INDEPENDENT: "1"}
-    return make_plan(command, options, allocation, host_info, environ)
+
+    made: list[tuple[str, ...]] = []
+
+    def make(without: tuple[str, ...]) -> Plan:
+        chosen = options._replace(without=without, restarted=bool(made))
+        made.append(without)
+        return make_plan(command, chosen, allocation, host_info, environ)
+
+    return make
 
 
 def _own_input() -> tuple[bool, bool]:

@@ -84,7 +84,8 @@ class RankNotices:
 
     launch_secret: what agents know, and derive the secret of the ranks from. addresses, port: where
     this process listens. variables: the environment variables that the ranks need. saved: all ranks
-    have saved. first_cause: the last one that was reported, as torchrun may have restarted the
+    have saved. checkpoint: the newest step that is safe, where a Checkpointer has reported one.
+    first_cause: the last one that was reported, as torchrun may have restarted the
     ranks after an earlier one.
     """
 
@@ -93,6 +94,7 @@ class RankNotices:
         self.peers = peers
         self.launch_secret = os.urandom(16).hex()
         self.saved = False
+        self.checkpoint: int | None = None
         self.first_cause: Failure | None = None
         self.listener = self.listen(ports)
         secret = secret_of_ranks(self.launch_secret)
@@ -123,6 +125,8 @@ class RankNotices:
         """Note what a rank reports, and let it know: it may end then."""
         if message["what"] == "saved":
             self.saved = True
+        elif message["what"] == "checkpoint":
+            self.checkpoint = max(int(message["text"]), self.checkpoint or 0)
         else:
             known, fields = self.first_cause, {**message, "kind": message["about"]}
             first = Failure(**{name: fields[name] for name in Failure._fields})

@@ -22,7 +22,10 @@ class Options(NamedTuple):
 
     launcher: str = "auto"  # or one of methods.NAMES
     torchrun: bool = False  # one torchrun agent on each host starts the ranks
-    max_restarts: int = 0  # how often torchrun may restart the ranks
+    max_restarts: int = 0  # on the same hosts, after a failure
+    spare: int = 0  # hosts of the job that get no ranks until another one fails
+    without: tuple[str, ...] = ()  # hosts of the job that have failed
+    restarted: bool = False  # a start before this one has failed
     ntasks_per_node: int | None = None
     nodes: int | None = None  # only the first hosts of the job
     nodelist: str | None = None  # only these hosts of the job, such as "n3,n4" or "n[3-4]"
@@ -73,6 +76,7 @@ class Hosts(NamedTuple):
     partial: bool  # other hosts of the job, which could have ranks, are left out
     notes: tuple[str, ...]  # for the user
     one_per_gpu: bool = False  # although the job requests one task on each host
+    spares: tuple[str, ...] = ()
 
 
 class Request(NamedTuple):
@@ -110,6 +114,7 @@ class Plan(NamedTuple):
     notes: tuple[str, ...] = ()  # for the user
     one_per_gpu: bool = False  # as in Hosts
     starter: tuple[str, ...] = ()  # words before those of each process, which become it: --stage
+    spares: tuple[str, ...] = ()  # hosts of the job that are kept for a restart
 
     @property
     def world_size(self) -> int:

@@ -10,6 +10,7 @@ import sys
 import threading
 from typing import NamedTuple
 
+from ...job.notation import EXIT_REQUEUE
 from ...launch_report import Failure
 
 # Seconds from the first failure until the other ranks are ended: they may report what they know.
@@ -163,24 +164,30 @@ class LaunchResult:
                 return
         self._failure = Failure(message, kind, rank, host)
 
-    def conclude(self, first: Failure | None) -> None:
-        """Print the warning; or one line, the last one, that says what has failed.
+    def conclude(self, first: Failure | None) -> Failure | None:
+        """Decide what has failed first; set the status that belongs to it. None if nothing has.
 
-        Where a stop came first, it says so. first: what the ranks have reported.
+        Where a stop came first, that is it. first: what the ranks have reported.
         """
         if self._reminder is not None:
             self._reminder.cancel()
         if not self.status:
+            return None
+        if reason := self.reason or self._stop_reason:
+            return Failure(reason, "stop", host=self.reason_host)
+        return self._failure if self._at_once else self._first(first)
+
+    def report(self, failure: Failure | None, first: Failure | None) -> None:
+        """Print the warning; or one line, the last one, that says what has failed.
+
+        failure: of conclude(first).
+        """
+        if not self.status:
             if self.warning and not self.reason:
                 print_status(self.warning)
-            return
-        reason = self.reason or self._stop_reason
-        if reason:
-            failure: Failure | None = Failure(reason, "stop", host=self.reason_host)
-        else:
-            failure = self._failure if self._at_once else self._first(first)
-        if failure is not None:
+        elif failure is not None:
             failure.write()
+            reason = self.reason or self._stop_reason
             is_of_rank = first is not None and not reason and not self._at_once
             show = functools.partial(print_status, is_error=True) if is_of_rank else print_error
             show(failure.text)
@@ -239,6 +246,11 @@ class LaunchResult:
         return failed_at + (END_DELAY_AFTER_STOP if self._is_after_stop(failed_at) else seconds)
 
     @property
+    def at_once(self) -> bool:
+        """Whether a signal has ended everything at once."""
+        return self._at_once
+
+    @property
     def was_stopped(self) -> bool:
         """Whether a stop signal has come."""
         return self._stopped_at is not None
@@ -254,3 +266,29 @@ class LaunchResult:
         self._stopped_at, self._stopped_by = now, number
         self._interrupts += number == signal.SIGINT
         return number == signal.SIGHUP or self._interrupts > 1
+
+
+class Ended(NamedTuple):
+    """How a start of the ranks has ended.
+
+    first: what the ranks have reported. failure: what has failed first; None if nothing has.
+    checkpoint: the newest step that is safe, where rank 0 has reported one. seconds: it has run.
+    """
+
+    result: LaunchResult
+    saved: bool = False
+    first: Failure | None = None
+    failure: Failure | None = None
+    checkpoint: int | None = None
+    seconds: float = 0.0
+
+    def report(self) -> int:
+        """Print the last line of the launch; return its exit status."""
+        if self.saved:
+            print_status(
+                "all ranks have saved, and the run can be continued from there (exit status "
+                f"{EXIT_REQUEUE})"
+            )
+            return EXIT_REQUEUE
+        self.result.report(self.failure, self.first)
+        return self.result.status

@@ -28,6 +28,7 @@ from .launch_plan import HOST_FILE, REMOTE_SHELL, Plan
 from .launch_result import OutOfMemory, describe_status, print_error, print_status
 
 _END_SECONDS = 30.0  # after the first failure: ranks and srun itself need up to 20
+_END_SECONDS_FOR_RESTART = 5.0  # the same where the launch may start again
 RETURN_SECONDS = 60.0  # after the end of all ranks
 _REPORT_SECONDS = 0.5
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
@@ -114,7 +115,9 @@ class NativeLaunch:
             self._end_if_left_behind(now)
             self._ranks.check_time(now)
             if self._ranks.problem:
-                self._give_up(self._ranks.problem, now)
+                without = self._ranks.hosts_without_ranks()
+                host = without[0] if len(without) == 1 else None
+                self._give_up(self._ranks.problem, now, host=host)
             status = max([status, *(ended for _, ended in self._processes.ended())])
         return status
 
@@ -132,7 +135,9 @@ class NativeLaunch:
         if self._rank_failed_at is None and (first or reported and reported.is_over):
             self._rank_failed_at = now
         failed_at = self._rank_failed_at
-        if failed_at is not None and now >= self._result.end_after(failed_at, _END_SECONDS):
+        restarts = self._plan.options.spare or self._plan.options.max_restarts
+        seconds = _END_SECONDS_FOR_RESTART if restarts else _END_SECONDS
+        if failed_at is not None and now >= self._result.end_after(failed_at, seconds):
             self._give_up(
                 f"{self._program} has not ended within {now - failed_at:.0f} s of the "
                 "first failure: a host may be down, or a rank does not end. "
@@ -192,10 +197,10 @@ class NativeLaunch:
         self._ending = True
         self._processes.end(now)
 
-    def _give_up(self, problem: str, now: float, status: int = 1) -> None:
+    def _give_up(self, problem: str, now: float, status: int = 1, host: str | None = None) -> None:
         """End the command because of a problem, unless it is being ended."""
         if not self._ending:
-            self._result.fail(problem, now, status)
+            self._result.fail(problem, now, status, host=host)
             self._end(now)
 
     def _status_of_ranks(self, status: int, by_signal: bool) -> int:

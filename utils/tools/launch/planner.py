@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ...host.cores import CPU_BIND, NO_BINDING, parse_binding
 from ...host.gpus import MASKS
 from ...host.network import PORT_RANGE
+from ...job import exclude_file
 from ...job.slurm_job import expand_hostlist
 from ..schedulers.allocation import Allocation
 from .launch_plan import HostInfo, Hosts, Options, Plan, PlanError, Request, index_of, job_name
@@ -33,6 +34,8 @@ def make_plan(
     environ: of this process.
     """
     options = _checked(options)
+    if options.spare and allocation is not None:
+        options = options._replace(without=_known_bad(options, allocation, environ))
     if environ.get("SLURM_HET_SIZE") and allocation is not None and options.launcher != "local":
         raise PlanError(
             f"{job_name(allocation)} has {environ['SLURM_HET_SIZE']} components "
@@ -80,6 +83,7 @@ def make_plan(
             *_notes_on_sharing(hosts, allocation, host_info, environ),
         ),
         one_per_gpu=hosts.one_per_gpu,
+        spares=hosts.spares,
     )
     threads = [count for count in plan.threads if count is not None]
     if plan.native_launcher_starts_ranks and threads:  # its ranks have one environment on all hosts
@@ -104,11 +108,11 @@ def _checked(options: Options) -> Options:
         ("-n", options.ntasks, 1),
         ("--ntasks-per-node", options.ntasks_per_node, 1),
         ("--max-restarts", options.max_restarts, 0),
+        ("--spare", options.spare, 0),
     ):
         if value is not None and value < least:
             raise PlanError(f"{name} is {value}. Expected {least} or more")
-    # Only the elastic agent of torchrun restarts ranks.
-    return options._replace(torchrun=options.torchrun or options.max_restarts > 0)
+    return options
 
 
 def _notes_on_job(allocation: Allocation | None) -> Iterator[str]:
@@ -140,6 +144,7 @@ def _choose_hosts(options: Options, allocation: Allocation | None, host_info: Ho
         )
 
     chosen = _selected(options, with_ranks)
+    chosen, spares = _without_spares(options, allocation, chosen)
     if options.ntasks is not None:
         if options.ntasks % len(chosen):
             raise PlanError(
@@ -151,6 +156,11 @@ def _choose_hosts(options: Options, allocation: Allocation | None, host_info: Ho
         chosen = [host._replace(ranks=each) for host in chosen]
         notes = []  # they suggest other numbers of ranks
 
+    if spares and allocation is not None and allocation.outlives_host is False:
+        notes.append(
+            f"PBS may end {job_name(allocation)} when a host fails: it was submitted without "
+            "-W tolerate_node_failures=all. Submit with it, where the site allows that"
+        )
     names, ranks, cores, gpus = zip(*chosen, strict=True)
     one_per_gpu = (
         allocation is not None
@@ -160,7 +170,7 @@ def _choose_hosts(options: Options, allocation: Allocation | None, host_info: Ho
         and max(allocation.ranks_per_host) == 1 < max(ranks)
     )
     partial = len(chosen) < len(with_ranks)
-    return Hosts(names, ranks, cores, gpus, partial, tuple(notes), one_per_gpu)
+    return Hosts(names, ranks, cores, gpus, partial, tuple(notes), one_per_gpu, spares)
 
 
 class _Host(NamedTuple):
@@ -264,6 +274,52 @@ def _selected(options: Options, hosts: list[_Host]) -> list[_Host]:
     return selected
 
 
+def _known_bad(
+    options: Options, allocation: Allocation, environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return hosts to leave out: those that have failed, then listed ones as far as spares last."""
+    file = environ.get(exclude_file.VARIABLE)
+    listed = exclude_file.listed(file, allocation.hosts) if file else []
+    more = [host for host in listed if index_of(host, options.without) is None]
+    return (*options.without, *more[: max(0, options.spare - len(options.without))])
+
+
+def _without_spares(
+    options: Options, allocation: Allocation | None, hosts: list[_Host]
+) -> tuple[list[_Host], tuple[str, ...]]:
+    """Return the hosts that get ranks, always the same number of them, and the names of the rest.
+
+    Those that have failed are left out. PlanError where too few are left.
+    """
+    if not options.spare:
+        return hosts, ()
+    if allocation is None or options.launcher == "local":
+        raise PlanError(
+            f"--spare is {options.spare}, but the ranks run on this host alone. Expected a job of "
+            "several hosts. Leave --spare out, or start in such a job"
+        )
+    count = len(hosts) - options.spare
+    if count < 1:
+        raise PlanError(
+            f"--spare is {options.spare}, but {job_name(allocation)} has only {len(hosts)} "
+            f"host{'s' * (len(hosts) > 1)} for ranks. Expected more hosts than spare ones. Request "
+            "more, or reduce --spare"
+        )
+    if len({host.ranks for host in hosts}) > 1:
+        raise PlanError(
+            "--spare needs hosts that can replace each other, but they have "
+            f"{', '.join(str(host.ranks) for host in hosts[:_SHOWN])} ranks. Expected the same "
+            "number on each. Give --ntasks-per-node, or leave --spare out"
+        )
+    left = [host for host in hosts if index_of(host.name, options.without) is None]
+    if len(left) < count:
+        raise PlanError(
+            f"{', '.join(options.without)} must be left out, and only {len(left)} of the "
+            f"{count} hosts that the ranks need are left"
+        )
+    return left[:count], tuple(host.name for host in left[count:])
+
+
 def _notes_on_sharing(
     hosts: Hosts, allocation: Allocation | None, host_info: HostInfo, environ: Mapping[str, str]
 ) -> Iterator[str]:
@@ -302,5 +358,7 @@ def describe(plan: Plan) -> Iterator[str]:
         ", one for each GPU: the job requests one task per host, as for torchrun; to start one "
         "rank, give ddpkit launch --ntasks-per-node 1"
     ) * plan.one_per_gpu
-    yield f"{ranks} on {hosts} {plan.method.describe()}".rstrip() + agents + per_gpu
+    spares = f"; spare: {', '.join(plan.spares[:_SHOWN])}" if plan.spares else ""
+    spares += f" and {len(plan.spares) - _SHOWN} more" if len(plan.spares) > _SHOWN else ""
+    yield f"{ranks} on {hosts} {plan.method.describe()}".rstrip() + agents + spares + per_gpu
     yield from plan.notes

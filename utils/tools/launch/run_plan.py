@@ -6,17 +6,17 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 
 from ...job import exclude_file
-from ...job.notation import EXIT_REQUEUE
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .host_ranks import host_processes, signals_workers, start_on_host
 from .host_readiness import ReservedPort
 from .launch_connection import Launch, LaunchServer, RankNotices
 from .launch_plan import Plan
-from .launch_result import LaunchResult, print_status
+from .launch_result import Ended, LaunchResult
 from .nested import GroupWatch, note_groups
 from .rank_output import Outputs, labelled, write_output
 
@@ -25,14 +25,26 @@ _BACKLOG = 16
 _COMPILE_SECONDS = 10.0
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan, replan: Callable[[tuple[str, ...]], Plan] | None = None) -> int:
     """Start the ranks and wait for them; return the exit status of the launch.
 
     It is that of the first rank that failed, and EXIT_REQUEUE when all ranks have saved after a
     stop, whatever the launcher in between makes of that.
+
+    replan: returns the plan without some hosts, for a restart; PlanError where they are needed.
     """
+    restarts = 0 if plan.options.torchrun else plan.options.max_restarts
+    if replan is not None and (plan.options.spare or restarts):
+        from .restarts import Restarts
+
+        return Restarts(plan, replan, restarts).run(_run_once)
+    return _run_once(plan).report()
+
+
+def _run_once(plan: Plan) -> Ended:
+    """Start the ranks once, and wait for them."""
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
-    result = LaunchResult()
+    result, began = LaunchResult(), time.monotonic()
     ports = plan.method.listen_ports(plan) if plan.native_launcher_starts_ranks else ()
     with (
         RankNotices(_BACKLOG + plan.world_size, ports) as notices,
@@ -41,17 +53,14 @@ def run(plan: Plan) -> int:
         plan = plan._replace(environ={**plan.environ, **notices.variables})
         with Processes(launch_id) as processes, ExitStack() as files:
             _run(Launch(plan, launch_id, processes, files, loop, notices, result))
-        _list_lost_hosts(plan, result)
-        if notices.saved:
-            print_status(
-                "all ranks have saved, and the run can be continued from there (exit status "
-                f"{EXIT_REQUEUE})"
-            )
-            return EXIT_REQUEUE
-        if result.status and notices.first_cause is None:
-            result.syntax_error = _syntax_error(plan)
-        result.conclude(notices.first_cause)
-        return result.status
+    _list_lost_hosts(plan, result)
+    if notices.saved:
+        return Ended(result, saved=True)
+    if result.status and notices.first_cause is None:
+        result.syntax_error = _syntax_error(plan)
+    failure = result.conclude(notices.first_cause)
+    seconds = time.monotonic() - began
+    return Ended(result, False, notices.first_cause, failure, notices.checkpoint, seconds)
 
 
 def _run(launch: Launch) -> None:

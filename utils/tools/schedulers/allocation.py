@@ -25,3 +25,4 @@ class Allocation(NamedTuple):
     restart_count: int | None = None  # 0 in the first run
     notes: tuple[str, ...] = ()  # hints for the user
     tasks_requested: bool = False  # Slurm: ranks_per_host was requested, and is no default
+    outlives_host: bool | None = None  # PBS: the job asks to go on when one of its hosts fails

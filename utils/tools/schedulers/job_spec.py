@@ -111,7 +111,9 @@ class Job:
 
     # A script or "-m" and a module, then its arguments.
     command: tuple[str, ...]
-    nodes: int = 1
+    nodes: int = 1  # with the spare ones
+    spare: int = 0  # nodes that get ranks only in the place of another one
+    max_restarts: int = 0  # of the ranks on the same nodes
     gpus_per_node: int = 0
     ranks_per_node: int | None = None  # None: one for each GPU, or one
     cores_per_rank: int | None = None
@@ -186,6 +188,10 @@ class Job:
             words += ["--launcher", self.launcher]
         if self.ranks_per_node is not None:
             words += ["--ntasks-per-node", str(self.ranks_per_node)]
+        if self.spare:
+            words += ["--spare", str(self.spare)]
+        if self.max_restarts:
+            words += ["--max-restarts", str(self.max_restarts)]
         if self.hang_timeout is not None:
             words += ["--hang-timeout", f"{self.hang_timeout:g}"]
         if self.container:

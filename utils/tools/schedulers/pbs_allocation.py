@@ -107,6 +107,7 @@ def pbs_allocation(environ: Mapping[str, str], *, query: bool = True) -> Allocat
         tuple(host.cores for host in in_order),
         None if runs is None else max(0, runs - 1),
         _notes(job, len(chunks), in_order),
+        outlives_host=job.get("tolerate_node_failures") == "all" if job else None,
     )
 
 

@@ -145,6 +145,8 @@ def _field_options(job: Job) -> Iterator[list[str]]:
         else None,
         "-r": None if job.requeue is None else "y" if job.requeue else "n",
     }
+    if job.spare:  # otherwise PBS ends the job when a node fails
+        yield ["-W", "tolerate_node_failures=all"]
     for option, value in job.plain_options():
         name, _, prefix = option.qsub.partition(" ")
         yield [name, prefix + value]

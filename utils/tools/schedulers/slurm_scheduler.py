@@ -235,6 +235,8 @@ def _field_options(job: Job) -> Iterator[list[str]]:
     for name, value in {**plain, **values}.items():
         if value is not None:
             yield [f"{name}={value}"]
+    if job.spare:
+        yield ["--no-kill"]  # otherwise Slurm ends the job when a node fails
     if job.requeue is not None:
         yield ["--requeue" if job.requeue else "--no-requeue"]
 

@@ -79,7 +79,9 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
     return Job(
         **{**plain, "queue": queue, "name": args.name or _job_name(command)},
         command=command,
-        nodes=args.nodes,
+        nodes=args.nodes + args.spare,
+        spare=args.spare,
+        max_restarts=args.max_restarts,
         gpus_per_node=(gpus or 0) if request_gpus else 0,
         ranks_per_node=requested_ranks if request_gpus else ranks,
         cores_per_rank=args.cores_per_rank or _share_of_cores(profile, ranks),

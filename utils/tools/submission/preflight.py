@@ -46,7 +46,8 @@ def check(
     """
     file = exclusion.path(folder.parent)
     words = ["--exclude-file", str(file), *doctor_options]
-    status = _launch([*launch_words[: launch_words.index("--") + 1], *doctor_words(), *words])
+    options_of_launch, spares = _without_restarts(launch_words[: launch_words.index("--")])
+    status = _launch([*options_of_launch, "--", *doctor_words(), *words])
     if status in (_GOOD, _WARNING):
         return None
     if status != _BAD:
@@ -66,6 +67,9 @@ def check(
         Failure(text, "preflight").write()
         note(text)
         return _BAD
+    if len(bad) <= spares:
+        note(f"preflight: {', '.join(bad)} gets no rank; a spare takes its place. {file} lists it")
+        return None
     text = (
         f"preflight: the training is not started on {', '.join(bad)}. {file} lists bad hosts for a "
         f"day{exclusion.share(len(bad), len(hosts))}"
@@ -85,6 +89,23 @@ def check(
     if not later:
         note(f"preflight: submit the job again; {folder / records.FILE} has its command line")
     return EXIT_REQUEUE
+
+
+def _without_restarts(options: Sequence[str]) -> tuple[list[str], int]:
+    """Return the options of `launch` for all hosts, spare ones included; and the number of these.
+
+    doctor is not started again where it has found something.
+    """
+    kept, spares = [], 0
+    words = iter(options)
+    for word in words:
+        if word == "--spare":
+            spares = int(next(words))
+        elif word == "--max-restarts":
+            next(words)
+        else:
+            kept.append(word)
+    return kept, spares
 
 
 def _launch(words: Sequence[str]) -> int:

@@ -227,6 +227,10 @@ def _add_run_options(parser: ArgumentParser) -> None:
 
 def _add_resource_options(add: Callable[..., object]) -> None:
     add("-N", "--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
+    spare = "more nodes, which get ranks only in the place of one that fails (default: 0)"
+    add("--spare", type=int, default=0, metavar="N", help=spare)
+    restarts = "restarts on the same nodes after a failure, unless it comes again (default: 0)"
+    add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
     add("-n", "--ntasks", type=int, metavar="N", help="ranks in all, a multiple of --nodes")
     add(
         "--ntasks-per-node",

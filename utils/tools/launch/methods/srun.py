@@ -154,8 +154,10 @@ class Srun(NativeMethod):
 
         if not self._as_requested:
             yield from self._task_options(plan, overcommit)
-        if self._inside_step:
-            yield "--overlap"  # the surrounding step holds the cores and GPUs that we want
+        if self._inside_step or plan.options.restarted:
+            # The surrounding step holds the cores and GPUs that we want, or the one before, which
+            # Slurm keeps until a lost host has responded.
+            yield "--overlap"
 
         # Without --cpus-per-task the step would have one core for each rank.
         requested = plan.environ.get("SLURM_CPUS_PER_TASK", "") if self._as_requested else ""

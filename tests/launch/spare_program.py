@@ -1,0 +1,71 @@
+"""A training with checkpoints, for launches with spare hosts; a rank that is told so fails in its first life.
+
+spare_program.py FOLDER [FAULT RANK [always]]: 30 steps of 0.1 s, a checkpoint after every fifth. After step 12 the
+rank does FAULT, unless a file says that it has done so before. Prints the final loss with all digits.
+"""
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from ddpkit import setup_distributed
+from ddpkit.checkpoint import Checkpointer
+from ddpkit.metrics import Metrics
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS, FAULT_STEP = 30, 12
+
+
+def fail(fault: str) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "agent":
+        os.kill(os.getppid(), signal.SIGKILL)
+    elif fault == "gpu":
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    elif fault == "disk":
+        raise OSError(28, "No space left on device", "/local/scratch/cache")
+    elif fault == "outside":
+        time.sleep(3600)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    fault, bad_rank = (sys.argv[2], int(sys.argv[3])) if len(sys.argv) > 2 else ("", -1)
+    with setup_distributed("gloo") as dist:
+        torch.manual_seed(7)
+        model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        metrics = Metrics(dist, folder)
+        state = {"model": model, "optimizer": optimizer, "metrics": metrics, "step": 0}
+        with Checkpointer(folder / "checkpoints", every=5) as checkpoints, metrics:
+            found = checkpoints.load_latest(state)
+            first = found.step if found else 0
+            for step in range(first + 1, STEPS + 1):
+                torch.manual_seed(100 * step + dist.rank)
+                loss = (model(torch.rand(16, 64)) - 1).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                loss = dist.all_reduce_mean(loss.detach())
+                metrics.log(step, loss=loss)
+                time.sleep(0.1)
+                if step == FAULT_STEP and dist.rank == bad_rank:
+                    once = folder / "failed"
+                    if not once.exists() or "always" in sys.argv:
+                        once.write_text(str(os.getpid()))
+                        fail(fault)
+                if checkpoints.is_due(step):
+                    checkpoints.save_and_wait(step, state)
+        if dist.rank == 0:
+            print(f"final loss {loss.item().hex()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

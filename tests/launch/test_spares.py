@@ -1,0 +1,118 @@
+"""A spare host takes the place of one that fails; the training goes on from its last checkpoint, to the same bits."""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts, killed_at_end, wait_until
+from tests.cluster.slurm import SlurmCluster
+from tests.launch.launchers import Lab, Result
+from tests.launch.test_launch import Job
+from tests.launch.test_launch_slurm import Launches
+
+PROGRAM = str(Path(__file__).with_name("spare_program.py"))
+
+
+@pytest.fixture(scope="module")
+def lab(need: Callable[[str], Path]) -> Iterator[Lab]:
+    need("hosts")
+    with Hosts(5, subnet="10.79.23") as hosts:
+        yield Lab(hosts, hosts.start_sshd(), need)
+
+
+@pytest.fixture
+def job(lab: Lab, tmp_path: Path) -> Job:
+    return Job(lab, tmp_path, nodes=["h1", "h2", "h3", "h4"])
+
+
+@pytest.fixture(scope="module")
+def loss(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What an undisturbed run prints."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = Job(lab, folder, nodes=["h1", "h2", "h3"]).run("ssh", PROGRAM, str(folder))
+    assert done.status == 0, done.output
+    return done.line("final loss")
+
+
+def start_event(folder: Path) -> dict[str, object]:
+    """What the log says about the last start."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == "start"][-1]["restart"]  # type: ignore[no-any-return]
+
+
+def check(done: Result, folder: Path, loss: str, bad: str, spare: str, cause: str) -> None:
+    assert done.status == 0 and done.line("final loss") == loss, done.output
+    assert f"restart 1 without {bad}, with {spare} instead" in done.output, done.output
+    assert re.search(cause, done.output), done.output
+    restart = start_event(folder)
+    assert restart["number"] == 1 and restart["without"] == [bad] and restart["steps_lost"] <= 2, restart
+    assert re.search(cause, str(restart["cause"])), restart
+    assert 0 < float(str(restart["seconds"])) < 60, restart
+
+
+@pytest.mark.parametrize(("fault", "cause"), [
+    ("kill", "rank 1 .*SIGKILL"), ("agent", "h2"), ("stop", "rank 1 on h2 .*"), ("outside", "h2.*")])
+def test_a_spare_takes_the_place_of_a_host(job: Job, loss: str, fault: str, cause: str) -> None:
+    bad = job.folder / "bad-hosts.txt"
+    words = ["--spare", "1", "--hang-timeout", "5", PROGRAM, str(job.folder), fault, "1"]
+    with killed_at_end(job.start("ssh", *words, DDPKIT_EXCLUDE_FILE=str(bad))) as process:
+        failed = job.folder / "failed"
+        wait_until(lambda: failed.exists() and failed.read_text(), "the fault", seconds=60)
+        try:
+            if fault == "outside":
+                job.lab.hosts.set_link("h2", "down")
+            done = job.lab.wait(process, 120)
+        finally:
+            if fault == "outside":
+                job.lab.hosts.set_link("h2", "up")
+    check(done, job.folder, loss, "h2", "h4", cause)
+
+
+def test_a_failure_that_names_no_host_ends_the_launch(job: Job) -> None:
+    """A full disk may be the one that all hosts share: the program's owner decides."""
+    done = job.run("ssh", "--spare", "1", PROGRAM, str(job.folder), "disk", "1")
+    assert done.status == 1 and "restart 1" not in done.output
+    assert re.search(r"rank 1 on h2 failed: OSError: \[Errno 28\] No space left", done.output.splitlines()[-1])
+
+
+def test_the_host_of_the_launch_can_be_left_out_too(job: Job, loss: str) -> None:
+    done = job.run("ssh", "--spare", "1", PROGRAM, str(job.folder), "gpu", "0")
+    check(done, job.folder, loss, "h1", "h4", "uncorrectable ECC error")
+
+
+def test_without_another_spare_the_launch_ends_with_the_cause(job: Job) -> None:
+    done = job.run("ssh", "--spare", "1", PROGRAM, str(job.folder), "gpu", "1", "always")
+    assert done.status == 1 and "restart 1 without h2, with h4 instead" in done.output, done.output
+    assert "no restart: no spare host is left in the place of h3" in done.output and "restart 2" not in done.output
+    assert "rank 1 on h3 failed: RuntimeError: CUDA error: uncorrectable ECC" in done.output.splitlines()[-1]
+
+
+def test_a_spare_of_a_slurm_job(need: Callable[[str], Path]) -> None:
+    """The host is cut off, and Slurm does not know it yet: the next step does not wait for it."""
+    need("hosts")
+    need("slurm")
+    with SlurmCluster(4, slurmd_timeout=300, subnet="10.79.24") as slurm:
+        launches = Launches(slurm, slurm.work, need)
+        loss = ""
+        for fault in ("", "kill", "outside"):
+            folder = slurm.work / f"fault-{fault}"
+            folder.mkdir()
+            words = [PROGRAM, str(folder), *([fault, "1"] if fault else [])]
+            line = launches.line("srun", "--spare", "1", "--hang-timeout", "5", *words)
+            job = launches.submit("-N4 -n4 --ntasks-per-node=1 --no-kill", line)
+            if fault:
+                failed = folder / "failed"
+                wait_until(lambda f=failed: f.exists() and f.read_text(), "the fault", seconds=90)  # type: ignore[misc]
+            if fault == "outside":
+                slurm.set_link("node2", "down")
+                slurm.wait_for(job, {"COMPLETING"}, 150)  # Slurm waits for the other host
+            else:
+                slurm.wait(job, 150)
+            done = Result(0, slurm.output(job))
+            loss = loss or done.line("final loss")
+            if fault:
+                check(done, folder, loss, "node2", "node4", "node2")
