@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from . import __version__, effects
-from .host import device
+from .host import device, process
 from .host.cores import bind_process, parse_ranges
 from .host.gpus import set_masks
 from .launch_error import LaunchError
@@ -57,9 +57,31 @@ if TYPE_CHECKING:
 
 CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off
 START_UP_SECONDS = 100.0
+_LONG_START_SECONDS = 10.0  # that are worth a line on one host, too
 _OLDEST_TORCH = (2, 8)  # the store of an older one does not take over a listening socket
 _log = get_logger(__name__)
 _Number = TypeVar("_Number", float, torch.Tensor)
+
+
+class StartTimes(NamedTuple):
+    """How many seconds the start of this process has taken, in parts that follow each other.
+
+    staging: of `ddpkit launch --stage`, on this host and before. imports: of Python, until
+    setup_distributed() was called. exchange: until rank 0 had heard from all ranks.
+    process_group: until torch had connected them.
+    """
+
+    staging: float
+    imports: float
+    exchange: float
+    process_group: float
+
+    def __str__(self) -> str:
+        parts = " ".join(
+            f"{name.replace('_', ' ')} {seconds:.1f}," for name, seconds in self._asdict().items()
+        )
+        parts = parts if self.staging else parts.partition(", ")[2]
+        return f"started in {sum(self):.1f} s: {parts.rstrip(',')}"
 
 
 @dataclass
@@ -81,6 +103,7 @@ class Distributed:
     device: torch.device
     master_addr: str
     master_port: int
+    start_times: StartTimes = field(repr=False)
     _shutdown: Shutdown = field(repr=False)
     _reported_progress: int = field(default=0, init=False, repr=False)
     _hooks: TrainingHooks | None = field(default=None, init=False, repr=False)
@@ -192,7 +215,8 @@ def setup_distributed(
     """
     hang_seconds = _hang_timeout(hang_timeout)
     _check_arguments(backend, timeout, collective_timeout, bind)
-    deadline = time.monotonic() + timeout
+    began, imports = time.monotonic(), process.age()
+    deadline = began + timeout
     try:
         _check_process(hang_seconds)
         detection = find_launcher(launcher=launcher)
@@ -204,15 +228,18 @@ def setup_distributed(
             found = find_rank_0(detection, report, agent, deadline)
             monitor = watch_ranks(placement, report, found)
             chosen = use_assignment(found, report["backend"])
+            exchanged = time.monotonic()
             store = open_store(placement, found, agent, deadline)
             log = connect_ranks(placement, chosen, found, store, monitor, collective_timeout)
-        job = make_job(placement, chosen, found, store, monitor)
+        times = start_times(imports, exchanged - began, time.monotonic() - exchanged)
+        job = make_job(placement, chosen, found, store, monitor, times)
     except LaunchError as error:
         print_without_traceback(error)
         raise
     if job.is_main:
         _log_start(job, detection, found)
         _log_network(job, chosen, log)
+        _log_times(job, found.slowest)
         if backend is None and job.backend == "gloo" and (warning := device.unused_gpus()):
             _log.warning("%s", warning)
     if monitor and effects.may_have("monitor"):
@@ -421,6 +448,7 @@ def make_job(
     found: Rendezvous,
     store: Store,
     monitor: Monitor | None,
+    times: StartTimes,
 ) -> Distributed:
     """Return what the training script holds, and register what ends it."""
     if monitor and not effects.may_have("monitor"):
@@ -441,8 +469,19 @@ def make_job(
         device=chosen.device,
         master_addr=found.master_addr,
         master_port=found.master_port,
+        start_times=times,
         _shutdown=shutdown,
     )
+
+
+def start_times(imports: float, exchange: float, process_group: float) -> StartTimes:
+    """Return the parts of the start. imports: seconds from the start of this process."""
+    before, _, here = os.environ.get(effects.STAGED, "").partition("+")
+    try:
+        staged = float(before), float(here)
+    except ValueError:  # not staged
+        staged = 0.0, 0.0
+    return StartTimes(sum(staged), max(0.0, imports - staged[1]), exchange, process_group)
 
 
 # What follows the start --------------------------------------------------------------------------
@@ -518,6 +557,13 @@ def _log_start(job: Distributed, detection: Detection, found: Rendezvous) -> Non
     )
     for note in found.notes:
         _log.warning("%s", note)
+
+
+def _log_times(job: Distributed, slowest: str) -> None:
+    """Print on rank 0 where the seconds of the start went, on several hosts or if they are many."""
+    if job.num_nodes > 1 or sum(job.start_times) > _LONG_START_SECONDS:
+        where = f" (slowest: {slowest})" if job.num_nodes > 1 else ""
+        _log.info("%s%s", job.start_times, where)
 
 
 def _log_network(job: Distributed, chosen: Chosen, log: list[str]) -> None:

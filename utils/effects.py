@@ -10,6 +10,7 @@ import os
 from .launch_error import LaunchError
 
 HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds, "auto", or "0" for none
+STAGED = "DDPKIT_STAGED"  # "2.1+0.8": seconds of --stage, before this process and in it
 _WITHOUT = "DDPKIT_WITHOUT"
 _EFFECTS = ("variables", "monitor", "excepthook", "atexit", "faulthandler")
 

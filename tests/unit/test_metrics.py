@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,17 @@ import torch
 
 from tests.faults.programs import run_ranks
 from tests.unit.programs import ROOT, python
+from utils import restart_notice
+from utils.distributed import StartTimes
 from utils.metrics import Metrics
 from utils.metrics.run_log import FILE_NAME
 from utils.metrics.trackers import TensorBoard
+from utils.restart_notice import RestartNotice
 from utils.tools import charts
 from utils.tools.read_run import read_run
 
-ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"))
+ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"),
+                                start_times=StartTimes(0, 2.5, 0.1, 0.2))
 
 
 def train(folder: Path, first: int, last: int, save_every: int = 100, **options: Any) -> None:
@@ -47,10 +52,22 @@ def steps(folder: Path) -> list[int]:
 def test_line_has_all_columns(tmp_path: Path) -> None:
     train(tmp_path, 1, 2, save_every=1, flops=2e12, peak_flops=4e12)
     start, first, _ = lines(tmp_path)
-    assert start["event"] == "start" and start["step"] == 0 and start["world_size"] == 1
+    assert start["event"] == "start" and start["step"] == 0 and start["world_size"] == 1 and "restart" not in start
+    assert start["started_in"] == {"staging": 0, "imports": 2.5, "exchange": 0.1, "process_group": 0.2}
     assert first["loss"] == 9.0 and first["lr"] == 0.1 and first["memory_bytes"] > 1e6
     assert first["tokens_per_second"] == pytest.approx(100 / first["step_seconds"])
     assert first["mfu"] == pytest.approx(0.5 / first["step_seconds"]) and first["data_seconds"] < first["step_seconds"]
+
+
+def test_a_restart_of_the_launch_is_in_the_line_of_the_start(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 1, 8, save_every=4)
+    cause = RestartNotice(1, "the connection to n2 was lost", ("n2",), time.time() - 9)
+    monkeypatch.setenv(restart_notice.VARIABLE, cause.variables()[restart_notice.VARIABLE])
+    train(tmp_path, 5, 9, save_every=4)
+    [restart] = [line["restart"] for line in lines(tmp_path) if "restart" in line]
+    assert 9 <= restart.pop("seconds") < 30
+    assert restart == {"number": 1, "cause": cause.cause, "without": ["n2"], "steps_lost": 4}
 
 
 @pytest.mark.parametrize(("first", "tail"), [

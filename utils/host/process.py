@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, NoReturn
 
@@ -77,6 +78,14 @@ def start_time(pid: int) -> int | None:
     """
     fields = stat(f"/proc/{pid}")[1]
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def age() -> float:
+    """Return for how many seconds this process has existed; 0.0 without /proc."""
+    started = start_time(os.getpid())
+    if started is None:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def status(pid: int) -> dict[str, str]:

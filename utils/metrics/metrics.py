@@ -86,7 +86,7 @@ class Metrics:
         self._every, self._print_every, self._last_step = every, print_every, last_step
         self._output = None
         if folder is not None and dist.is_main:
-            self._output = _Output(Path(folder), dist.world_size, tensorboard, wandb)
+            self._output = _Output(Path(folder), dist, tensorboard, wandb)
 
         self._pending: list[_Record] = []  # steps whose values have not been read
         self._reported_problem = False
@@ -322,8 +322,10 @@ class _Record:
 class _Output:
     """The files of a run: the log, and those of TensorBoard and Weights & Biases. Rank 0 only."""
 
-    def __init__(self, folder: Path, world_size: int, tensorboard: bool, wandb: str | None) -> None:
-        self._folder, self._world_size = folder, world_size
+    def __init__(
+        self, folder: Path, dist: Distributed, tensorboard: bool, wandb: str | None
+    ) -> None:
+        self._folder, self._dist = folder, dist
         self._tensorboard, self._wandb = tensorboard, wandb
         self._log: RunLog | None = None
         self._trackers: list[Tracker] = []
@@ -378,7 +380,10 @@ class _Output:
             )
         now = round(time.time(), 3)
         start: dict[str, object] = {"event": "start", "step": last_step, "run": log.run}
-        start |= {"time": now, "world_size": self._world_size}
+        start |= {"time": now, "world_size": self._dist.world_size}
+        start["started_in"] = {
+            name: round(seconds, 1) for name, seconds in self._dist.start_times._asdict().items()
+        }
         notice = restart_notice.read()
         if notice is not None and notice.number:
             seconds = round(first.time - notice.failed_at, 1)

@@ -37,7 +37,8 @@ class Rendezvous:
     local_addr: this host's address on the way to rank 0.
     listener: on rank 0 the socket bound to master_port, for torch's store; else None.
     connections: to rank 0, or on rank 0 to every other rank; none for a single rank.
-    table: on rank 0 one row per host. secret: of the ranks of this launch.
+    table: on rank 0 one row per host. slowest: on rank 0 the host that reported last.
+    secret: of the ranks of this launch.
     is_authenticated: whether others cannot guess it.
     """
 
@@ -50,6 +51,7 @@ class Rendezvous:
     connections: dict[Channel, Peer] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     table: str = ""
+    slowest: str = ""
     secret: Secret = Secret(b"")
     is_authenticated: bool = True
 
@@ -131,6 +133,7 @@ def _serve(
         connections=connections,
         notes=(*result.notes, *endpoints.notes),
         table=result.table,
+        slowest=result.slowest,
         secret=key,
         is_authenticated=endpoints.is_authenticated,
     )

@@ -68,6 +68,7 @@ class RankReport(TypedDict):
     torch_version: str
     kit_version: str
     gloo_interfaces: str  # GLOO_SOCKET_IFNAME, "" where it is not set
+    age: float  # seconds from the start of this process to this report
     error: str  # why this rank cannot start, "" where it can
 
 
@@ -90,6 +91,7 @@ class CheckResult:
     assignments: list[Assignment]  # by rank
     table: str  # one row per host
     notes: list[str]
+    slowest: str  # host of the rank that needed most time until its report
 
 
 def make_report(
@@ -131,6 +133,7 @@ def make_report(
         "torch_version": torch_version,
         "kit_version": kit_version,
         "gloo_interfaces": gloo_interfaces,
+        "age": round(process.age(), 1),
         "error": error,
     }
 
@@ -169,7 +172,9 @@ def check_reports(reports: Sequence[RankReport]) -> CheckResult:
             note = note_on_cores(first["host"], first["host_cores"], ranks, masks)
             notes += [str(note)] if note else []
             noted = note is not None
-    return CheckResult(assignments, _table(reports, host_ranks, assignments, cores), notes)
+    slowest = max(reports, key=lambda report: report["age"])["host"]
+    table = _table(reports, host_ranks, assignments, cores)
+    return CheckResult(assignments, table, notes, slowest)
 
 
 def _masks_of(

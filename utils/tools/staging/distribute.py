@@ -31,6 +31,7 @@ def stage(
 
     hosts: of the ranks; own_host: of this process. environ: of the ranks.
     """
+    began = time.monotonic()
     try:
         environment = find_environment(python, also)
         archive = get_archive(environment, note)
@@ -48,6 +49,7 @@ def stage(
         "python": python,
         "stage_dir": stage_dir,
         "received": received,
+        "seconds": time.monotonic() - began,
         "launch": f"{os.getpid()}-{os.urandom(6).hex()}",
     }
     root, name = import_path(__name__, __file__)

@@ -8,9 +8,11 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 
+from ...effects import STAGED
 from .archive import Archive
 from .node_copy import candidates, moved_folders, prepare
 from .packages import StagingError
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
 
     arguments: what distribute.stage() gives, as JSON, and the words of the program.
     """
-    order = json.loads(arguments[0])
+    began, order = time.monotonic(), json.loads(arguments[0])
     words = list(arguments[1:])
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     archive, python = Archive(*order["archive"]), order["python"]
@@ -52,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
             os.unlink(order["received"])
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and not every program does
         signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.environ[STAGED] = f"{order['seconds']:.1f}+{time.monotonic() - began:.1f}"
     try:
         os.execvp(words[0], words)
     except OSError as error:
