@@ -47,7 +47,7 @@ def switch_off(hosts: Hosts, host: str) -> None:
 def fail_once(lab: Lab, folder: Path, by: str, fault: str, rank: int) -> Result:
     job, bad = Job(lab, folder, nodes=lab.hosts.hosts), lab.hosts.hosts[rank]
     inside = "outside" if fault == "off" else fault
-    words = ["--spare", "1", "--hang-timeout", "5", PROGRAM, str(folder), inside, str(rank)]
+    words = ["--spare", "1", "--hang-timeout", "15", PROGRAM, str(folder), inside, str(rank)]
     with killed_at_end(job.start(by, *words)) as launch:
         failed = folder / "failed"
         wait_until(lambda: failed.exists() and failed.read_text(), "the fault", seconds=120)

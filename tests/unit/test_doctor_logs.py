@@ -23,6 +23,7 @@ from utils.log import get_logger, setup_logging
 from utils.monitor import shutdown as failure
 from utils.tools.doctor import doctor_cli as cli
 from utils.tools.doctor.causes import CAUSES, FailureCause
+from utils.tools.doctor.lines import read_restart
 from utils.tools.doctor.logs import diagnose, exit_status
 from utils.tools.launch.launch_result import LaunchResult
 
@@ -270,7 +271,7 @@ def test_message_of_the_kit_is_understood(
         kinds = {"terminated": "stop", "unknown": "status"}
         result = LaunchResult()
         result.fail(text, 0.0, kind=kinds.get(cause, "launch"), rank=rank, host=host)
-        result.conclude(None)
+        result.report(result.conclude(None), None)
     else:
         setup_logging(3, 8)
         get_logger("test").error("%s", text)
@@ -284,3 +285,24 @@ def test_message_of_the_kit_is_understood(
         assert found.cause.meaning[:100] in output, "the cause in the kit's own words"
     if cause in ("disk_full", "quota"):
         assert found.cause.restart is False
+
+
+RESTARTED = """\
+ddpkit-failure {"kind": "launch", "rank": null, "host": "n2", "cause": "the connection to n2 was lost", "restart": 1, \
+"without": ["n2"]}
+ddpkit launch: the connection to n2 was lost. The host, its network or the agent there has failed
+ddpkit launch: restart 1 without n2, with n9 instead; 0 spare hosts left
+step 10 loss 0.4
+"""
+
+
+def test_a_failure_after_which_the_launch_went_on_is_no_cause() -> None:
+    recorded = RESTARTED.splitlines()[0] + "\n"
+    for files in ([("job.out", RESTARTED)], [("job.out", RESTARTED), ("7.failure", recorded)]):
+        assert diagnose([(io.BytesIO(text.encode()), name) for name, text in files]) is None
+    output = RESTARTED + "Traceback (most recent call last):\nKeyError: 'labels'\n"
+    last = 'ddpkit-failure {"kind": "exception", "rank": 3, "host": "n4", "cause": "rank 3 on n4 failed: KeyError"}\n'
+    found = diagnose([(io.BytesIO(output.encode()), "job.out"), (io.BytesIO((recorded + last).encode()), "7.failure")])
+    assert found is not None and (found.rank, found.host) == (3, "n4")
+    assert read_restart(recorded) == "restart 1 without n2: the connection to n2 was lost"
+    assert read_restart(last) == ""

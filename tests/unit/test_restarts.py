@@ -49,7 +49,7 @@ XID = attempt("exception", text="rank 1 on n2 failed: RuntimeError: CUDA error: 
     ([attempt("hang", rank=None, host=None)], 1, 0, (), "names no host"),
     ([attempt("hang", rank=None, host=None)], 0, 1, (), ""),
     ([KILLED], 1, 0, ("n2",), ""),
-    ([KILLED], 0, 1, (), ""),
+    ([KILLED], 0, 1, (), ""), ([KILLED], 0, 0, (), "no spare host is left in the place of n2"),
     ([KILLED, attempt("status", text="rank 0 on n3 was ended by SIGKILL (exit status 137)", rank=0, host="n3")],
      1, 9, (), "same failure twice"),
     ([RAISED], 1, 0, (), "names no host"),

@@ -45,6 +45,7 @@ _LABELS = tuple(
         _LABEL_HOST.format(more=r"|[a-z][\w.-]*(?=: (?:\[(?:rank ?)?\d|Traceback \(most)") + "): ",
     )
 )
+_RESTARTED = re.compile(r"ddpkit launch: restart \d+ (?:on the same hosts|without )")
 # What the kit says to people it also writes as a Failure. What it logs may not end the job.
 _FOR_PEOPLE = re.compile(
     r"rank \d+ on \S+ (?:failed: |stops|is ended)|ddpkit launch: |LaunchError: "
@@ -181,16 +182,37 @@ def match(line: str) -> tuple[FailureCause, str | None] | None:
 
 
 def read_failure(line: str) -> Failure | None:
-    """Return what the kit has written about a failure; None for other lines."""
+    """Return what the kit has written about a failure; None for other lines.
+
+    None, too, for one after which the launch has started the ranks again.
+    """
     _, marker, text = line.partition(FAILURE)
     if marker:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             fields = json.loads(text)
+            if "restart" in fields:
+                return None
             cause, kind, rank, host = (fields[name] for name in ("cause", "kind", "rank", "host"))
             if isinstance(rank, int | None) and all(isinstance(one, str) for one in (cause, kind)):
                 found = Failure(cause, kind, rank, host if isinstance(host, str) else None)
                 return _blame_memory(found)
     return None
+
+
+def read_restart(line: str) -> str:
+    """Return "restart 1 without n2: CAUSE" of a line about a failure; "" of other lines."""
+    _, marker, text = line.partition(FAILURE)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        if marker and "restart" in (fields := json.loads(text)):
+            without = ", ".join(fields["without"])
+            place = f"without {without}" if without else "on the same hosts"
+            return f"restart {fields['restart']} {place}: {fields['cause']}"
+    return ""
+
+
+def is_restart(line: str) -> bool:
+    """Whether launch.py says that it starts the ranks again: what was before is overcome."""
+    return _RESTARTED.match(split_labels(line).message) is not None
 
 
 def _blame_memory(failure: Failure) -> Failure:

@@ -21,6 +21,7 @@ from .lines import (
     detail,
     is_by_slurm,
     is_for_people,
+    is_restart,
     keywords,
     match,
     rank_and_host,
@@ -144,10 +145,20 @@ class _Reader:
         for line_number, line, context in _lines_of_interest(stream):
             if line_number == 1 and _HOST_NAME.fullmatch(line):
                 self._hosts.add(line)
+            if is_restart(line):
+                self._forget(number)
+                continue
             one = _Line(line, name, (number, line_number), context)
             self._note_for_people(one)
             self._note(one, read_failure(line), file_rank)
         self._num_lines.append(line_number)
+
+    def _forget(self, number: int) -> None:
+        """Forget what the lines of a file have shown until now."""
+        self._findings = {key: one for key, one in self._findings.items() if key[1] != number}
+        self._first_exit, self._root_causes, self._first_agent = None, [], ""
+        self._closing = self._launch_error = None
+        self._has_failure = False
 
     def _note_for_people(self, line: _Line) -> None:
         """Note what the kit says to people, in case the line for programs is not in the output."""

@@ -83,11 +83,11 @@ def decide(attempts: Sequence[Attempt], spares: int, max_restarts: int) -> Resta
         return Restart(why_not="the same failure twice, without a new checkpoint in between")
     if blame.hosts and len(blame.hosts) <= spares:
         return Restart(blame.hosts)
-    if blame.certain:
+    if max_restarts and not blame.certain:
+        return Restart()
+    if blame.hosts:
         names = ", ".join(blame.hosts)
         return Restart(why_not=f"no spare host is left in the place of {names}")
-    if max_restarts:
-        return Restart()
     return Restart(why_not="the failure names no host, and --max-restarts allows no other restart")
 
 

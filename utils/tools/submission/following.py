@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...job.commands import SchedulerError
+from ..doctor.lines import read_restart
 from ..doctor.logs import diagnose, summary
 from ..schedulers.scheduler import Status
 from .submissions import failure_file
@@ -159,6 +160,16 @@ def cause(status: Status, files: Sequence[Path]) -> str:
         found = diagnose([(stack.enter_context(path.open("rb")), path.name) for path in files])
         return "" if found is None else summary(found)
     return ""
+
+
+def restarts(status: Status, files: Sequence[Path]) -> list[str]:
+    """Return a line for each restart of the ranks within a job: number, hosts left out, cause."""
+    found = []
+    for path in {failure_file(file.parent, status.job_id) for file in files}:
+        with contextlib.suppress(OSError):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            found += [restart for line in lines if (restart := read_restart(line))]
+    return found
 
 
 def note(text: str) -> None:

@@ -16,7 +16,7 @@ from ...job.notation import EXIT_REQUEUE
 from ..schedulers.scheduler import Scheduler, State, Status, state_of_exit
 from . import bad_hosts as exclusion
 from . import submissions as records
-from .following import Log, breaks_chain, cause, describe, follow, note
+from .following import Log, breaks_chain, cause, describe, follow, note, restarts
 from .submissions import Submission
 
 MAX_LISTED = 20  # submissions
@@ -91,6 +91,8 @@ def print_status(
     print(describe(status))
     failed_before = False
     if submission is not None:
+        for restart in restarts(status, submission.logs(job_id)):
+            print(f"  {restart}")
         if found := cause(status, submission.logs(job_id)):
             print(f"  {found}")
         for earlier_id in submission.before(job_id):
