@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .figures import bytes_text, efficiency_text, gpus_text, percentages, seconds_text
 from .hardware import Network
 from .step_model import (
     COMMUNICATION_SHARE,
@@ -17,13 +18,14 @@ from .step_model import (
     PRECISIONS,
     Step,
     Workload,
-    percentages,
 )
 
 GOOD, LEAST = 0.8, 0.7  # target efficiency; efficiency below which to shard
-GB = 1e9
+# The mean errors of predictions (docs/performance.md). A gain below them is no advice.
+STEP_ERROR, MEMORY_ERROR = 0.04, 0.01
 _PAGE = Path(__file__).with_name("page.html")
-_SECONDS = ("step", "computation", "communication", "exposed")
+_COLUMNS = ("GPUs", "step", "computation", "communication", "exposed", "sent", "efficiency")
+_SECONDS = _COLUMNS[1:5]
 _FACTORS = (2, 4, 8, 16, 32)  # of the micro-batch, or of the micro-steps
 
 
@@ -59,7 +61,7 @@ def memory_advice(
     largest micro-batch that fits; batch: those of the present one; None where they are not known.
     """
     total = sum(memory.values())
-    used = f"{total / GB:.1f} GB of the {capacity / GB:.1f} GB that are usable on {name}"
+    used = f"{bytes_text(total)} of the {bytes_text(capacity)} that are usable on {name}"
     if total <= capacity and not complete:
         return Fit((f"Without activations, the training needs {used}. They may not fit.",))
     if total <= capacity:
@@ -69,18 +71,18 @@ def memory_advice(
     without = "" if complete else " even without activations"
     texts = [f"The training does not fit{without}: {used}."]
     unfused = memory.get("temporary", 0.0)
-    if passes is not None and unfused and sum(passes.values()) < total:
+    if passes is not None and unfused and sum(passes.values()) < (1 - MEMORY_ERROR) * total:
         memory = max(passes, {**memory, "temporary": 0.0}, key=lambda parts: sum(parts.values()))
         total = sum(memory.values())
         texts.append(
-            f"The peak is in the optimizer, whose temporary tensors need {unfused / GB:.1f} GB. "
+            f"The peak is in the optimizer, whose temporary tensors need {bytes_text(unfused)}. "
             "Adam, AdamW, SGD and Adagrad have none with fused=True: the training then needs "
-            f"{total / GB:.1f} GB."
+            f"{bytes_text(total)}."
         )
         if total <= capacity:
             return Fit(tuple(texts))
     growing = sum(memory.get(key, 0.0) for key in ("inputs", "activations", "temporary"))
-    less = f"Activations, inputs and temporary memory need {growing / GB:.1f} GB. Use "
+    less = f"Activations, inputs and temporary memory need {bytes_text(growing)}. Use "
     if largest:
         less += f"a micro-batch of {largest}, the largest that fits, with accumulation, or "
     elif largest is None and batch is None:
@@ -90,7 +92,7 @@ def memory_advice(
     less += "torch.utils.checkpoint, which recomputes activations."
     saved = min(memory.get("buckets", 0.0), memory.get("gradients", 0.0))
     view = (
-        f"DDP(gradient_as_bucket_view=True) saves {saved / GB:.1f} GB, the second copy of the "
+        f"DDP(gradient_as_bucket_view=True) saves {bytes_text(saved)}, the second copy of the "
         "gradients."
     )
     if saved and total - saved <= capacity:
@@ -102,15 +104,15 @@ def memory_advice(
         return Fit((*texts, view, less), this_batch=False)
     states = sum(memory.get(key, 0.0) for key in ("parameters", "gradients", "optimizer"))
     shard = (
-        f"Parameters, gradients and optimizer need {states / GB:.1f} GB on each GPU with any "
-        f"batch size. Use FSDP2 (fully_shard): {states / gpus / GB:.1f} GB on each of {gpus} GPUs, "
+        f"Parameters, gradients and optimizer need {bytes_text(states)} on each GPU with any "
+        f"batch size. Use FSDP2 (fully_shard): {bytes_text(states / gpus)} on each of {gpus} GPUs, "
         "or HSDP, which shards within a node only."
     )
     if gpus == 1 or states / gpus > capacity:
         least = max(1, math.ceil(states / capacity))
         shard = (
-            f"Parameters, gradients and optimizer need {states / GB:.1f} GB. Use FSDP2 "
-            f"(fully_shard) on more than {least} GPU{'s' * (least > 1)}."
+            f"Parameters, gradients and optimizer need {bytes_text(states)}. Use FSDP2 "
+            f"(fully_shard) on more than {gpus_text(least)}."
         )
     return Fit((*texts, shard), ddp=False)
 
@@ -122,25 +124,28 @@ def scaling_advice(
     if not fit.ddp:
         return ["The scaling is that of DDP, which does not fit. FSDP2 sends 1.5 times its bytes."]
     step = work.step(network, gpus)
-    found = (
-        f"On {gpus} GPUs the efficiency is {_range(step)}: each GPU waits {step.exposed:.4f} s for "
-        f"communication, and up to {step.delay:.4f} s for slower GPUs and communication kernels, "
-        f"in a step of {step.computation:.4f} s of computation"
-    )
+    if gpus == 1:
+        return [f"On 1 GPU, a step takes {seconds_text(step.total)}. Nothing is communicated."]
+    found = f"On {gpus} GPUs the efficiency is {_range(step)}: {_waits(step)}"
     if not fit.this_batch:
         return [f"{found}, with the micro-batch that does not fit."]
     if step.low_efficiency >= GOOD:
         return [f"{found}. Stay with DDP."]
+
+    def helps(changed: Step) -> bool:
+        return changed.low_efficiency > (1 + STEP_ERROR) * step.low_efficiency
+
     texts = [f"{found}. The target is {GOOD:.0%}."]
     factors = [factor for factor in _FACTORS if fit.free and factor <= fit.free]
     if factors:
         factor, larger = _first_good(work.enlarged, factors, network, gpus)
-        texts.append(
-            f"Memory is free for {factor} times the micro-batch: {_range(larger)}, if training "
-            f"converges with {factor} times the global batch."
-        )
+        if helps(larger):
+            texts.append(
+                f"Memory is free for {factor} times the micro-batch: {_range(larger)}, if training "
+                f"converges with {factor} times the global batch."
+            )
     factor, accumulated = _first_good(work.accumulated, _FACTORS, network, gpus)
-    if accumulated.low_efficiency >= GOOD:
+    if accumulated.low_efficiency >= GOOD and helps(accumulated):
         texts.append(
             f"Accumulate {work.accumulate_steps * factor} micro-steps under no_sync(): "
             f"{_range(accumulated)}, if training converges with {factor} times the global batch."
@@ -149,7 +154,10 @@ def scaling_advice(
         texts.append("Where memory is free, a larger micro-batch has the same effect.")
     if gradient_bytes > 3:
         compressed = work.compressed(2).step(network, gpus)
-        texts.append(f"A bf16 or fp16 communication hook halves the bytes: {_range(compressed)}.")
+        if helps(compressed):
+            texts.append(
+                f"A bf16 or fp16 communication hook halves the bytes: {_range(compressed)}."
+            )
     if step.low_efficiency < LEAST and fit.free and not factors:
         texts.append(
             "If these are not enough, FSDP2 or HSDP free memory for a larger micro-batch, which "
@@ -160,7 +168,21 @@ def scaling_advice(
 
 
 def _range(step: Step) -> str:
-    return percentages(step.low_efficiency, step.efficiency, 1)
+    return percentages(step.low_efficiency, step.efficiency)
+
+
+def _waits(step: Step) -> str:
+    """Return for what a GPU waits in a step, without what is below the error of the step's time."""
+    causes = [
+        f"{limit}{seconds_text(seconds)} for {cause}"
+        for limit, seconds, cause in (
+            ("", step.exposed, "communication"),
+            ("up to ", step.delay, "slower GPUs and communication kernels"),
+        )
+        if seconds > STEP_ERROR * step.computation
+    ]
+    waits = " and ".join(causes) or f"less than {STEP_ERROR:.0%} of the step"
+    return f"each GPU waits {waits}, and computes for {seconds_text(step.computation)}"
 
 
 def _first_good(
@@ -177,40 +199,65 @@ def _first_good(
 # The report and the page ----------------------------------------------------------------------
 
 
+def table(plan: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of the scaling table, as they are printed."""
+    return [
+        [
+            str(row["gpus"]),
+            *(seconds_text(row[f"{key}_seconds"]) for key in _SECONDS),
+            bytes_text(row["sent_bytes"]),
+            efficiency_text(row["low_efficiency"], row["efficiency"], row["gpus"]),
+        ]
+        for row in plan["scaling"]
+    ]
+
+
+def memory_rows(memory: Mapping[str, float]) -> list[list[str]]:
+    """Return the categories of memory that are in use, and their total, as they are printed."""
+    sizes = {name: size for name, size in memory.items() if size}
+    return [
+        [name, bytes_text(size)] for name, size in (*sizes.items(), ("total", sum(memory.values())))
+    ]
+
+
+def limits(plan: dict[str, Any]) -> list[str]:
+    """Return up to how many GPUs the efficiency is good, as it is printed."""
+    most = max((row["gpus"] for row in plan["scaling"]), default=0)
+    return [
+        f"at least {float(level):.0%} on "
+        + (f"up to {gpus_text(size)}" if size else f"all of up to {gpus_text(most)}")
+        for level, size in plan["holds_up_to"].items()
+    ]
+
+
+def largest_text(largest: dict[str, Any]) -> str:
+    """Return the largest micro-batch that fits, as it is printed."""
+    samples = largest["samples"]
+    found = "unknown" if samples is None else f"{samples} samples" if samples else "none fits"
+    if largest["data_ended"]:
+        found = f"at least {found}: the data ended"
+    if largest["unconfirmed"]:
+        found += f", not confirmed: {largest['unconfirmed']}"
+    return f"Largest micro-batch on {largest['gpu']}: {found}"
+
+
 def as_text(plan: dict[str, Any]) -> str:
     """Return a report to read."""
-    lines = []
-    if plan["assumed"]:
-        lines += [f"Assumed: {', '.join(plan['assumed'])}", ""]
+    lines = [
+        plan["title"],
+        *([f"Assumed: {', '.join(plan['assumed'])}"] if plan["assumed"] else []),
+    ]
     if plan["memory"]:
-        total = sum(plan["memory"].values())
         where = f", at its peak in {plan['peak']}" if plan["peak"] else ""
-        lines += [f"Memory per GPU: {total / GB:.2f} GB{where}"]
-        lines += [f"  {name:<12} {size / GB:9.3f} GB" for name, size in plan["memory"].items()]
-    if largest := plan["largest_micro_batch"]:
-        samples, unconfirmed = largest["samples"], largest["unconfirmed"]
-        found = "unknown" if samples is None else f"{samples} samples" if samples else "none fits"
-        found += f", not confirmed: {unconfirmed}" if unconfirmed else ""
-        lines += ["", f"Largest micro-batch on {largest['gpu']}: {found}"]
+        lines += ["", f"Memory per GPU{where}"]
+        lines += [f"  {name:<12} {size:>8}" for name, size in memory_rows(plan["memory"])]
+    if plan["largest_micro_batch"]:
+        lines += ["", largest_text(plan["largest_micro_batch"])]
     if plan["scaling"]:
         lines += ["", "Scaling, each GPU with its own batch"]
-        head = ("GPUs", "step s", "computed", "communic.", "exposed", "GB sent")
-        lines.append("  " + " ".join(f"{text:>10}" for text in head) + "    efficiency")
-        for row in plan["scaling"]:
-            numbers = (
-                *(row[f"{key}_seconds"] for key in _SECONDS),
-                row["sent_bytes"] / GB,
-            )
-            cells = " ".join(f"{number:>10.4f}" for number in numbers)
-            efficiency = percentages(row["low_efficiency"], row["efficiency"], 1)
-            lines.append(f"  {row['gpus']:>10} {cells}  {efficiency}")
-        for level, size in plan["holds_up_to"].items():
-            limit = (
-                f"on up to {size} GPU{'s' * (size > 1)}"
-                if size
-                else f"on all of up to {row['gpus']} GPUs"
-            )
-            lines.append(f"  at least {float(level):.0%} {limit}")
+        for cells in (list(_COLUMNS), *table(plan)):
+            lines.append("  " + "  ".join(f"{cell:>13}" for cell in cells[:-1]) + f"  {cells[-1]}")
+        lines += [f"  {text}" for text in limits(plan)]
     if plan["advice"]:
         lines += ["", "Advice", *(f"  {text}" for text in plan["advice"])]
     if plan["notes"]:
@@ -218,14 +265,41 @@ def as_text(plan: dict[str, Any]) -> str:
     return "\n".join(lines).strip()
 
 
-def write_page(inputs: dict[str, Any], path: Path) -> None:
-    """Write the page with sliders. inputs: where they stand at first."""
-    data = {
-        "inputs": inputs,
+def page_data(
+    plan: dict[str, Any], work: Workload, *, traced: bool, measured: bool
+) -> dict[str, Any]:
+    """Return what the page shows: where its settings stand at first, and what is constant.
+
+    traced: gradients and memory come from a trace. measured: the time of the computation is given.
+    """
+    computation = work.computation
+    largest = plan["largest_micro_batch"]
+    return {
+        "title": plan["title"],
+        "lines": [f"Assumed: {', '.join(plan['assumed'])}"] if plan["assumed"] else [],
+        "advice": [*plan["advice"], *([largest_text(largest)] if largest else [])],
+        "notes": plan["notes"],
+        "inputs": plan["inputs"],
+        "memory": plan["memory"] if traced else None,
+        "measured": measured,
+        "traced": {
+            "gradients": [[gradient.ready, gradient.size] for gradient in computation.gradients],
+            "backward_end": computation.backward_end,
+            "optimizer": computation.optimizer,
+            "micro_steps": work.accumulate_steps,
+        }
+        if traced
+        else None,
+        "columns": _COLUMNS,
         "precisions": {name: vars(kind) for name, kind in PRECISIONS.items()},
         "optimizer_states": OPTIMIZER_STATES,
         "expected_maxima": EXPECTED_MAXIMA,
         "communication_share": COMMUNICATION_SHARE,
     }
-    text = _PAGE.read_text(encoding="utf-8")
-    path.write_text(text.replace("/*DATA*/ null", json.dumps(data)), encoding="utf-8")
+
+
+def write_page(data: dict[str, Any], path: Path) -> None:
+    """Write the page with fields and sliders: one file, which works without a network."""
+    text = json.dumps(data).replace("<", "\\u003c")  # a note may contain "</script>"
+    page = _PAGE.read_text(encoding="utf-8").replace("/*DATA*/ null", text)
+    path.write_text(page, encoding="utf-8")

@@ -19,11 +19,19 @@ from ..submission.paths import JOBS
 
 TABLE = JOBS / "hardware.yaml"
 _DTYPES: tuple[str, ...] = ("float32", "tf32", "float16", "bfloat16")
-_OVERHEAD_SECONDS = 5e-6  # to launch a kernel; an assumption
+_SHORTEST_KERNEL_SECONDS = 5e-6  # on the GPU; an assumption
+# That the CPU needs to start an operation of eager PyTorch, those of its views included. Measured:
+# example 03 with GPT-2's layers and 4 sequences of 1,024 tokens has 1,221 operations in a step,
+# which took 33.8 ms on a host with an H100 and 16 CPUs, torch 2.11 (docs/performance.md).
+LAUNCH_SECONDS = 33.8e-3 / 1221
 
 
 class PredictionError(ValueError):
     """Something needed for a prediction is missing or wrong; the message says what to do."""
+
+
+class TooFewSteps(PredictionError):
+    """A script ended before two steps of its optimizers, as one does whose data is too small."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +105,14 @@ class Accelerator:
     source: str
 
     def seconds(self, flops: float, moved_bytes: float, dtype: str) -> float:
-        """Return the time of an operation: the limit is arithmetic, memory or the launch."""
+        """Return the time of an operation: the limit is arithmetic, memory or the kernel."""
         if flops and dtype not in self.flops:
             raise PredictionError(
                 f"jobs/hardware.yaml has no peak of {self.name} for {dtype}. Expected one of "
                 f"{', '.join(self.flops)}. Choose another precision, or give --compute-seconds."
             )
         arithmetic = flops / self.flops[dtype] if flops else 0.0
-        return max(arithmetic, moved_bytes / self.bandwidth, _OVERHEAD_SECONDS)
+        return max(arithmetic, moved_bytes / self.bandwidth, _SHORTEST_KERNEL_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -164,7 +172,8 @@ class Hardware:
 
     def _source(self, entry: dict[str, Any]) -> str:
         page = self._table["sources"][entry["source"]]
-        return f"{page['url']} (read {page['read']})"
+        read = f" (read {page['read']})" if "read" in page else ""
+        return f"{page['url']}{read}"
 
     def check(self) -> None:
         """Raise KeyError where an entry has no source."""

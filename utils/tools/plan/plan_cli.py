@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,9 @@ from ...log import print_result
 from ..arguments import ArgumentParser
 from ..submission import profiles
 from . import advice, traced
+from .figures import EXACT_DIGITS, gpus_text, percent, seconds_text, with_unit
 from .hardware import (
+    LAUNCH_SECONDS,
     Accelerator,
     Hardware,
     Link,
@@ -61,9 +64,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Print a prediction; return 0, or 1 if something cannot be predicted."""
     args = _parse(sys.argv[1:] if words is None else words)
     try:
-        plan = make_plan(args)
+        plan, page = make_plan(args)
         if args.html:
-            advice.write_page(plan["inputs"], args.html)
+            if page is None:
+                raise PredictionError(
+                    "A page needs the time of a step, which is unknown. Give --gpu TYPE or "
+                    "--compute-seconds."
+                )
+            advice.write_page(page, args.html)
     except (PredictionError, profiles.ProfileError) as error:
         print(f"ddpkit plan: error: {error}", file=sys.stderr)
         return 1
@@ -150,11 +158,14 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def make_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """Return a prediction as a dict that JSON can hold. Raises PlanError."""
+def make_plan(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return a prediction as a dict that JSON can hold, and the data of its page.
+
+    There is no page where the time of a step is unknown. Raises PredictionError.
+    """
     hardware = Hardware()
     site = _site(args, hardware)
-    network, assumed = _network(args, hardware, site)
+    network, links, assumed = _network(args, hardware, site)
     gpus = args.gpus or (args.nodes or 1) * network.gpus_per_node
     name = args.gpu or (site.gpu if site else None)
     gpu = hardware.accelerator(name) if name else None
@@ -199,11 +210,9 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
             gradient_bytes = work.gradient_bytes / trace.num_parameters
         texts += advice.scaling_advice(work, network, gpus, gradient_bytes, fit)
         if args.compute_seconds is None and gpu is not None:
-            notes.append(
-                f"The computation is estimated as half of the peak of {gpu.name} ({gpu.source}). "
-                "Measure it with ddpkit bench ddp, and give it as --compute-seconds."
-            )
-    return {
+            notes.append(_estimate_note(gpu, work, trace))
+    plan = {
+        "title": _title(args, name, gpus, network, links),
         "assumed": assumed,
         "inputs": _inputs(args, network, gpus, work, trace),
         "gpus": gpus,
@@ -219,6 +228,43 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "advice": texts,
         "notes": notes,
     }
+    if work is None:
+        return plan, None
+    measured = args.compute_seconds is not None
+    return plan, advice.page_data(plan, work, traced=trace is not None, measured=measured)
+
+
+def _title(
+    args: argparse.Namespace, gpu: str | None, gpus: int, network: Network, links: str
+) -> str:
+    """Return one line: the training, the site, and the hardware."""
+    if args.script:
+        training = shlex.join([Path(args.script[0]).name, *args.script[1:]])
+        training = training.replace(shlex.quote(_BATCH), _BATCH).replace(_BATCH, str(args.batch))
+    else:
+        training = args.model or f"{with_unit(args.parameters, '', EXACT_DIGITS)} parameters"
+    place = f" on {Path(args.site).stem}" if args.site else ""
+    device = f" {gpu}" if gpu else ""
+    return (
+        f"{training}{place}: {gpus_text(gpus)}{device}, {network.gpus_per_node} per node, {links}"
+    )
+
+
+def _estimate_note(gpu: Accelerator, work: Workload, trace: Trace | None) -> str:
+    """Return how the time of a step is estimated, and what would be better."""
+    measure = "Measure it with ddpkit bench ddp, and give it as --compute-seconds."
+    busy = work.computation.busy
+    if trace is None or busy == 1:
+        return (
+            f"The computation is estimated as half of the peak of {gpu.name} ({gpu.source}). "
+            + measure
+        )
+    return (
+        f"The CPU limits the step: it starts {len(trace.operations)} operations, each in "
+        f"{seconds_text(LAUNCH_SECONDS)} (measured on one host with an H100), and the GPU computes "
+        f"for {percent(busy)} of that time. A larger micro-batch or torch.compile uses the rest. "
+        + measure
+    )
 
 
 def _site(args: argparse.Namespace, hardware: Hardware) -> Node | None:
@@ -240,8 +286,8 @@ def _site(args: argparse.Namespace, hardware: Hardware) -> Node | None:
 
 def _network(
     args: argparse.Namespace, hardware: Hardware, site: Node | None
-) -> tuple[Network, list[str]]:
-    """Return the network, and what is assumed about it because nothing was given."""
+) -> tuple[Network, str, list[str]]:
+    """Return the network, its links in words, and what is assumed because nothing was given."""
     assumed = []
 
     def link(text: str | None, default: Link) -> Link:
@@ -267,7 +313,11 @@ def _network(
         if args.between is None:
             assumed.append(f"{_BETWEEN} between nodes (--between)")
     inside, between = link(args.inside, inside), link(args.between, between)
-    return Network(inside, between, per_node, tree=not args.ring), assumed
+    links = (
+        f"{with_unit(inside.bandwidth, 'B/s', EXACT_DIGITS)} within a node and "
+        f"{with_unit(between.bandwidth, 'B/s', EXACT_DIGITS)} between nodes"
+    )
+    return Network(inside, between, per_node, tree=not args.ring), links, assumed
 
 
 def _trace(args: argparse.Namespace, batch: int) -> Trace:
@@ -334,7 +384,9 @@ def _workload(
         )
     if gpu is None and args.compute_seconds is None:
         return None
-    shape = traced.computation(trace, gpu or Hardware().accelerator(_GPU))
+    measured = args.compute_seconds is not None
+    accelerator = gpu or Hardware().accelerator(_GPU)
+    shape = traced.computation(trace, accelerator, 0.0 if measured else LAUNCH_SECONDS)
     if args.compute_seconds is not None:
         shape = traced.scaled_to(shape, args.compute_seconds, trace.micro_steps)
     bucket_mb = bucket_mb or trace.ddp_options.get("bucket_cap_mb")
@@ -348,7 +400,8 @@ def _inputs(
     work: Workload | None,
     trace: Trace | None,
 ) -> dict[str, Any]:
-    """Return the initial values of the sliders of the page."""
+    """Return the initial values of the fields of the page."""
+    bucket_mb = args.bucket_cap_mb or (trace.ddp_options.get("bucket_cap_mb") if trace else None)
     return {
         "parameters": args.parameters or (trace.num_parameters if trace else 0),
         "precision": args.precision,
@@ -359,9 +412,9 @@ def _inputs(
         "inside_latency": network.inside.latency,
         "between_bandwidth": network.between.bandwidth,
         "between_latency": network.between.latency,
-        "compute_seconds": work.micro_step if work else 1.0,
-        "bucket_mb": args.bucket_cap_mb or 25,
-        "default_buckets": args.bucket_cap_mb is None,
+        "compute_seconds": work.micro_step if work else None,
+        "bucket_mb": bucket_mb or 25,
+        "default_buckets": not bucket_mb,
         "accumulate": trace.micro_steps if trace else args.accumulate,
         "spread": args.spread,
         "tree": network.tree,

@@ -41,6 +41,7 @@ class Computation:
     gradients: tuple[Gradient, ...]  # in the order in which they are ready
     backward_end: float
     optimizer: float = 0.0  # seconds, after the communication
+    busy: float = 1.0  # the share in which the GPU computes; below 1, it waits for kernels to start
 
     @property
     def total(self) -> float:
@@ -194,6 +195,7 @@ class Workload:
             later(self.computation.gradients),
             self.computation.backward_end + delay,
             self.computation.optimizer,
+            self.computation.busy,
         )
         return replace(
             self,
@@ -203,15 +205,21 @@ class Workload:
         )
 
     def enlarged(self, factor: float) -> Workload:
-        """Return the workload with so many times the micro-batch."""
+        """Return the workload with so many times the micro-batch.
+
+        It takes no longer while the GPU waits for kernels to start.
+        """
+        busy = self.computation.busy * factor
+        longer = max(1.0, busy)
 
         def slower(gradients: Iterable[Gradient]) -> tuple[Gradient, ...]:
-            return tuple(Gradient(entry.ready * factor, entry.size) for entry in gradients)
+            return tuple(Gradient(entry.ready * longer, entry.size) for entry in gradients)
 
         computation = Computation(
             slower(self.computation.gradients),
-            self.computation.backward_end * factor,
+            self.computation.backward_end * longer,
             self.computation.optimizer,
+            min(1.0, busy),
         )
         return replace(self, computation=computation, buckets=slower(self.buckets))
 
@@ -313,12 +321,6 @@ def scaling(work: Workload, network: Network, sizes: Sequence[int]) -> list[Pred
         PredictedPoint(size, work.step(network, size), sent_bytes(work.gradient_bytes, size))
         for size in sizes
     ]
-
-
-def percentages(low: float, high: float, digits: int) -> str:
-    """Return "94.9% to 99.8%", or one number where both ends are the same."""
-    ends = dict.fromkeys(f"{end:.{digits}%}" for end in (low, high))
-    return " to ".join(ends)
 
 
 def holds_up_to(curve: Sequence[PredictedPoint], efficiency: float) -> int | None:

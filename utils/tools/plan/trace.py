@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from .hardware import PredictionError
+from .hardware import PredictionError, TooFewSteps
 
 CATEGORIES = (
     "parameters",
@@ -197,7 +197,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._reason is not None:
             raise self._reason
         if self._finished is None:
-            raise PredictionError(
+            raise TooFewSteps(
                 f"The trace ended {self._steps_left} optimizer steps too early. Expected a model "
                 "that is trained for at least 2 steps of each optimizer. Check the number of steps "
                 "and the data."

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..script_modules import name_conflict, script_modules
-from .hardware import Accelerator, PredictionError
+from .hardware import Accelerator, PredictionError, TooFewSteps
 from .step_model import Computation, Gradient
 
 if TYPE_CHECKING:
@@ -34,15 +34,23 @@ def memory(
     return {**peak.bytes, "buckets": float(trace.bucket_bytes)}
 
 
-def computation(trace: Trace, gpu: Accelerator) -> Computation:
-    """Return the times of a step on a GPU: each operation at its limit of arithmetic or memory."""
+def computation(trace: Trace, gpu: Accelerator, launch_seconds: float = 0.0) -> Computation:
+    """Return the times of a step on a GPU: each operation at its limit of arithmetic or memory.
+
+    launch_seconds: what the CPU needs to start an operation. A step whose operations take longer to
+    start than to compute is bound by it: max(sum of the operations, their number * launch_seconds).
+    """
     seconds = [gpu.seconds(op.flops, op.moved_bytes, op.dtype) for op in trace.operations]
+    computed, started = sum(seconds), launch_seconds * len(seconds)
+    if started > computed:
+        seconds = [launch_seconds] * len(seconds)
     ends = [0.0, *accumulate(seconds)]
     optimizer = sum(
         time for time, op in zip(seconds, trace.operations, strict=True) if op.phase == "optimizer"
     )
     gradients = tuple(Gradient(ends[index + 1], size) for index, size in trace.gradients)
-    return Computation(gradients, ends[-1] - optimizer, optimizer)
+    busy = min(1.0, computed / started) if started else 1.0
+    return Computation(gradients, ends[-1] - optimizer, optimizer, busy)
 
 
 def scaled_to(computation: Computation, micro_step: float, accumulate_steps: int) -> Computation:
@@ -57,11 +65,13 @@ def scaled_to(computation: Computation, micro_step: float, accumulate_steps: int
 class LargestBatch:
     """The largest micro-batch that fits: 0 samples where none does, None where it is unknown.
 
-    unconfirmed: why it is not confirmed by traces; "" where it is.
+    unconfirmed: why it is not confirmed by traces; "" where it is. data_ended: larger ones may fit,
+    but the script has no data for two steps of them.
     """
 
     samples: int | None
     unconfirmed: str = ""
+    data_ended: bool = False
 
 
 def largest_batch(
@@ -97,12 +107,16 @@ def largest_batch(
         try:
             found = total(size)
         except PredictionError as error:
+            if fits and isinstance(error.__cause__, TooFewSteps):
+                return LargestBatch(fits, data_ended=True)
             reason = f"{size} samples cannot be traced: {str(error).rstrip('.')}"
             if first or unit == batch:
                 break
             unit = 2 if batch % 2 == 0 and unit == 1 else batch
             continue
         if found is None:
+            if ended := _data_end(known):
+                return LargestBatch(ended, data_ended=True)
             reason = f"a trace of {size} samples needs too much memory or time of this host"
             return LargestBatch(_solution(known, capacity) if len(known) > 1 else None, reason)
         known[size] = found
@@ -113,8 +127,18 @@ def largest_batch(
         if fits > too_large:
             break
         if fits > _MOST_SAMPLES // 32:
+            if ended := _data_end(known):
+                return LargestBatch(ended, data_ended=True)
             return LargestBatch(None, "the memory does not grow with the micro-batch")
     return LargestBatch(fits or None, reason)
+
+
+def _data_end(known: dict[int, float]) -> int | None:
+    """Return the largest batch before the memory stopped to grow: later ones hold all the data."""
+    most = max(known.values())
+    smaller = [samples for samples, size in known.items() if size < most]
+    constant = sum(size == most for size in known.values()) > 1
+    return max(smaller) if smaller and constant else None
 
 
 def _solution(known: dict[int, float], capacity: float) -> int:

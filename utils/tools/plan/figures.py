@@ -1,0 +1,64 @@
+"""Format numbers as the report and the page print them: few digits, units with prefixes.
+
+page.html has the same functions in JavaScript, and prints the same digits.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_HALF_UP, Decimal
+
+MODEL_DIGITS = 2  # of what the model of a step predicts: its mean error is 4 %
+EXACT_DIGITS = 3  # of what follows from shapes: memory, and bytes that are sent
+_SMALL = (("1", ""), ("1e-3", "m"), ("1e-6", "µ"), ("1e-9", "n"))
+_LARGE = (("1e12", "T"), ("1e9", "G"), ("1e6", "M"), ("1e3", "k"), ("1", ""))
+
+
+def with_unit(value: float, unit: str, digits: int) -> str:
+    """Return "17 ms" or "2.96 GB", with so many significant digits; "0" below 1 ns or 1 B."""
+    scales = [(Decimal(scale), prefix) for scale, prefix in (_SMALL if unit == "s" else _LARGE)]
+    if value < float(scales[-1][0]):
+        return "0"
+    exact = Decimal(_without_rounding_errors(value))
+    rounded = exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), ROUND_HALF_UP)
+    scale, prefix = next((entry for entry in scales if rounded >= entry[0]), scales[-1])
+    number = f"{rounded / scale:f}"
+    number = number.rstrip("0").rstrip(".") if "." in number else number
+    return f"{number} {prefix}{unit}".rstrip()
+
+
+def _without_rounding_errors(value: float) -> float:
+    """Return the number to 12 digits, so that the page rounds a half alike: its sums differ."""
+    return float(f"{value:.12g}")
+
+
+def seconds_text(value: float) -> str:
+    """Return a predicted time."""
+    return with_unit(value, "s", MODEL_DIGITS)
+
+
+def bytes_text(value: float) -> str:
+    """Return a size of memory, or of what is sent."""
+    return with_unit(value, "B", EXACT_DIGITS)
+
+
+def percent(share: float) -> str:
+    """Return whole percents; "over 99%" instead of 100, because no prediction is that exact."""
+    whole = math.floor(100 * _without_rounding_errors(share) + 0.5)
+    return "over 99%" if whole >= 100 else f"{whole}%" if whole else "under 1%"
+
+
+def percentages(low: float, high: float) -> str:
+    """Return "94% to 97%", or one number where both ends are the same."""
+    text = " to ".join(dict.fromkeys(map(percent, (low, high))))
+    return text.replace("99% to over 99%", "99% or more")
+
+
+def efficiency_text(low: float, high: float, gpus: int) -> str:
+    """Return the efficiency on so many GPUs; "-" on one, with which the others are compared."""
+    return percentages(low, high) if gpus > 1 else "-"
+
+
+def gpus_text(gpus: int) -> str:
+    """Return "1 GPU" or "8 GPUs"."""
+    return f"{gpus} GPU{'s' * (gpus != 1)}"
