@@ -35,7 +35,7 @@ from .host.gpus import set_masks
 from .launch_error import LaunchError
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
-from .launchers.rank_variables import set_variables
+from .launchers.rank_variables import LAUNCH_RANK, set_variables
 from .log import get_logger, setup_logging
 from .monitor.counts import entered_collectives, group_timeout, total_collectives
 from .monitor.monitor import Monitor, OwnRank
@@ -243,7 +243,9 @@ def setup_distributed(
         if backend is None and job.backend == "gloo" and (warning := device.unused_gpus()):
             _log.warning("%s", warning)
     if monitor and effects.may_have("monitor"):
-        _watch_collectives(job, monitor, hang_seconds)
+        # srun, Hydra and torchrun leave a rank that does not respond running when another fails.
+        ends_itself = LAUNCH_RANK not in detection.environ
+        _watch_collectives(job, monitor, hang_seconds, ends_itself=ends_itself)
     if job.world_size > 1 and effects.may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
@@ -487,7 +489,9 @@ def start_times(imports: float, exchange: float, process_group: float) -> StartT
 # What follows the start --------------------------------------------------------------------------
 
 
-def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float | str) -> None:
+def _watch_collectives(
+    job: Distributed, monitor: Monitor, hang_timeout: float | str, *, ends_itself: bool
+) -> None:
     """Let the monitor see this rank's collectives, and end a job that hangs."""
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
         if not faulthandler.is_enabled() and effects.may_have("faulthandler"):
@@ -518,12 +522,17 @@ def _watch_collectives(job: Distributed, monitor: Monitor, hang_timeout: float |
             # What it needs is loaded a little later: the start is as fast as without.
             monitor.watch(make_watch, seconds=min(20.0, torch_timeout / 30))
     elif hang_timeout:
-        watch = _make_watch(job, monitor, float(hang_timeout))
+        watch = _make_watch(job, monitor, float(hang_timeout), ends_itself=ends_itself)
         monitor.watch(lambda: watch)
 
 
 def _make_watch(
-    job: Distributed, monitor: Monitor, seconds: float, *, before_torch: bool = False
+    job: Distributed,
+    monitor: Monitor,
+    seconds: float,
+    *,
+    before_torch: bool = False,
+    ends_itself: bool = False,
 ) -> HangWatch:
     """Load what a hang needs; return what decides whether the ranks hang."""
     from .monitor import collectives
@@ -542,7 +551,13 @@ def _make_watch(
         )
     recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
     limit = time_before(seconds) if before_torch else seconds
-    return HangWatch(limit, job.world_size, recorded=recorded, before_torch=before_torch)
+    return HangWatch(
+        limit,
+        job.world_size,
+        recorded=recorded,
+        before_torch=before_torch,
+        ends_itself=ends_itself,
+    )
 
 
 def _log_start(job: Distributed, detection: Detection, found: Rendezvous) -> None:

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Measure how the rendezvous grows with the number of ranks: the real agree(), without torch.
+"""Measure how rank 0 grows with the number of ranks: the real agree() and Monitor, without torch.
 
 python tests/bench/bench_rendezvous.py                       100, 500, 1000, 2000 and 4000 ranks
 python tests/bench/bench_rendezvous.py --ranks 100 8000      other sizes
 
 Everything runs on this host. Rank 0 is one process; the other ranks are threads of four
 processes with lower priority. They find rank 0 as ranks of srun do, and report hosts with 8 GPUs
-each. The largest size is repeated with a soft limit of 256 open files.
+each. Afterwards they send heartbeats for some seconds. The largest size is repeated with a soft
+limit of 256 open files. bench_scale.py measures `ddpkit launch` and its agents.
 
 Exit status: 0 whatever the figures are; 1 when ranks did not join.
 """
@@ -33,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import __version__
 from utils.launchers import Placement
 from utils.launchers.slurm import SlurmStep
+from utils.monitor.monitor import Monitor
+from utils.monitor.positions import HangWatch, time_before
 from utils.startup import Rendezvous, agree
 from utils.startup.reports import RankReport, check_reports, make_report
 
@@ -47,6 +50,8 @@ TOPOLOGY = ";".join(
 )
 GPU_NODES = [3, 3, 1, 1, 0, 0, 2, 2]
 FEW_FILES = 256
+NCCL_SECONDS = 600.0  # torch's time limit of a collective
+BEAT_SECONDS = 10.0
 TIMEOUT_SECONDS = 100.0  # the default of setup_distributed()
 
 COLUMNS = """\
@@ -56,6 +61,10 @@ columns:
   ms per rank   seconds / ranks; stays equal or falls where the time grows at most linearly
   rank 0 cpu    CPU seconds of rank 0 itself. The rest is the other ranks, which share this host's
                 cores here and have their own on a cluster
+  MB            memory that rank 0 has taken for the connections and reports
+  files         connections and other files that it has open then
+  beats cpu     its share of a core while all ranks send heartbeats, as they do with NCCL's default
+                time limit of 600 s
   checks        seconds that check_reports() takes for the reports of all ranks, measured apart
   open files    rank 0's soft limit of open files before and after
 """
@@ -82,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Linux {platform.release()}, Python {platform.python_version()}\n"
     )
     print(
-        f"{'ranks':>6} {'seconds':>8} {'ms per rank':>12} {'rank 0 cpu':>11} {'checks':>7}  "
-        "open files",
+        f"{'ranks':>6} {'seconds':>8} {'ms per rank':>12} {'rank 0 cpu':>11} {'MB':>6} {'files':>6} "
+        f"{'beats cpu':>9} {'checks':>7}  open files",
         flush=True,
     )
     for ranks in args.ranks:
@@ -122,8 +131,10 @@ def measure(ranks: int, open_files: int | None) -> None:
         rank_0, *ends = [receive(pipe) for pipe in pipes]
         seconds = max(rank_0["end"], *ends) - start
         for pipe in pipes:
+            pipe.send("beats")
+        beats_cpu = receive(pipes[0])
+        for pipe, process in zip(pipes, processes, strict=True):  # rank 0 first: it notices others
             pipe.send("end")
-        for process in processes:
             process.join(30)
     finally:
         for process in processes:
@@ -131,6 +142,7 @@ def measure(ranks: int, open_files: int | None) -> None:
 
     print(
         f"{ranks:6d} {seconds:8.3f} {1e3 * seconds / ranks:12.3f} {rank_0['cpu']:11.3f} "
+        f"{rank_0['megabytes']:6.1f} {rank_0['files']:6d} {100 * beats_cpu:7.1f} % "
         f"{check_seconds(ranks):7.3f}  {rank_0['files_before']} -> {rank_0['files_after']}",
         flush=True,
     )
@@ -159,6 +171,7 @@ def rank_zero(pipe: Connection, ranks: int, job_id: str, open_files: int | None)
     placement, report = make_rank(0, ranks)
     pipe.send("ready")
     pipe.recv()
+    megabytes_before = megabytes()
     cpu_start = time.process_time()
     try:
         found = agree(
@@ -174,12 +187,29 @@ def rank_zero(pipe: Connection, ranks: int, job_id: str, open_files: int | None)
         {
             "end": time.monotonic(),
             "cpu": time.process_time() - cpu_start,
+            "megabytes": megabytes() - megabytes_before,
+            "files": len(os.listdir("/proc/self/fd")),
             "files_before": files_before,
             "files_after": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "notes": found.notes,
         }
     )
     pipe.recv()
+
+    monitor = Monitor(found.connections, rank=0, host="n00000 (pid 1)")
+    monitor.watch(lambda: HangWatch(time_before(NCCL_SECONDS), ranks, before_torch=True))
+    time.sleep(1)
+    cpu_start = time.process_time()
+    time.sleep(BEAT_SECONDS)
+    pipe.send((time.process_time() - cpu_start) / BEAT_SECONDS)
+    pipe.recv()
+    os._exit(0)
+
+
+def megabytes() -> float:
+    """Return the memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
 
 
 def other_ranks(pipe: Connection, ranks: int, job_id: str, numbers: range) -> None:
@@ -228,6 +258,14 @@ def other_ranks(pipe: Connection, ranks: int, job_id: str, numbers: range) -> No
         return pipe.send(f"failed: {first}")
     pipe.send(max(end for end, _ in joined))
     pipe.recv()
+    interval = HangWatch(time_before(NCCL_SECONDS), ranks).interval
+    beat = {"kind": "beat", "entered": 0, "location": "train.py, line 17, in train"}
+    number = 0
+    while not pipe.poll(interval):
+        number += 1
+        for _, found in joined:
+            for connection in found.connections:
+                connection.send({**beat, "progress": number})
 
 
 def check_seconds(ranks: int) -> float:

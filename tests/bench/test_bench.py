@@ -24,6 +24,11 @@ def test_ranks_join_where_rank_0_may_open_few_files() -> None:
     assert int(rows[2][1]) == 256 < int(rows[2][2])
 
 
+def test_launch_and_agents_are_measured() -> None:
+    done = python("tests/bench/bench_scale.py", "--ranks", "16")
+    assert re.search(r"^ +16 +2 +\d+\.\d\d(?: +[\d.]+ +[\d.]+ +\d+ +[\d.]+ %){2}$", done.stdout, re.MULTILINE), done
+
+
 def test_startup_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench_startup, "DETECT_PROCESSES", 1)
     monkeypatch.setattr(bench_startup, "IMPORT_PAIRS", 2)

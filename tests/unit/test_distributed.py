@@ -150,6 +150,28 @@ def test_a_hang_is_explained_by_default_before_torch_ends_it(tmp_path: Path) -> 
     assert "The ranks hang: no progress for 1" in done.stderr and [*tmp_path.glob("hang-*/positions.json")]
 
 
+SUSPENDED = """
+import os, subprocess, time
+from utils import setup_distributed
+with setup_distributed("gloo", hang_timeout=1) as job:
+    job.store.set(f"pid{job.rank}", str(os.getpid()))
+    if job.is_main:  # longer than any limit of the kit: 3.3 times hang_timeout, and 5 s
+        pids = " ".join(job.store.get(f"pid{rank}").decode() for rank in range(2))
+        stop = f"sleep 1; kill -STOP {pids}; sleep 9; kill -CONT {pids}"
+        subprocess.Popen(["sh", "-c", stop])
+    start = time.monotonic()
+    while job.all_reduce_mean(time.monotonic() - start) < 11:
+        time.sleep(0.01)
+    print("trained on")
+"""
+
+
+def test_ranks_go_on_when_their_job_was_suspended_for_longer_than_hang_timeout(tmp_path: Path) -> None:
+    done = python("-c", SUSPENDED, ranks=2, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and done.stdout.count("trained on") == 2, done.stderr
+    assert "hang" not in done.stderr and "Timeout" not in done.stderr
+
+
 def test_a_wrong_hang_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPKIT_HANG_TIMEOUT", "soon")
     with pytest.raises(ValueError, match="DDPKIT_HANG_TIMEOUT is 'soon'; expected seconds, 'auto', or 0 for none"):

@@ -134,8 +134,8 @@ class Inspection:
                 watch.restart()
             self._next_beat = now + watch.interval
             # Ends a rank that cannot run this thread, because it holds the GIL, after the others.
-            # It would also end one that a scheduler has suspended for as long.
-            if not watch.before_torch:
+            # It would also end one that `scontrol suspend` has stopped for as long.
+            if watch.ends_itself:
                 with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
                     seconds = 1.1 * BUSY_FACTOR * watch.limit + 5
                     faulthandler.dump_traceback_later(seconds, exit=True)

@@ -65,6 +65,7 @@ class HangWatch:
         *,
         recorded: bool = False,
         before_torch: bool = False,
+        ends_itself: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start to watch.
@@ -72,8 +73,10 @@ class HangWatch:
         limit_seconds: without progress. recorded: positions show each collective that a rank waits
         in. Ranks that have entered fewer then need not be late: gloo counts sends and receives.
         before_torch: limit_seconds is time_before(): only what torch would end soon is a hang.
+        ends_itself: a rank that holds the GIL for too long ends: no launcher need do that.
         """
         self._recorded, self.before_torch = recorded, before_torch
+        self.ends_itself = ends_itself
         self._busy_factor = 1 if before_torch else BUSY_FACTOR
         self.limit = limit_seconds
         interval = min(max(1.0, limit_seconds / _MOST_HEARTBEATS), limit_seconds / 8)
