@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository with the packages that the examples and ddpkit submit need (torch, numpy, pyyaml) and ddpkit. It may be
-# run again: a complete .venv is left as it is, and an interrupted installation is repeated.
+# Makes .venv in the repository with the packages that the examples and ddpkit submit need (torch, numpy, pyyaml) and
+# ddpkit. It may be run again: a .venv that is complete and can import ddpkit and torch is left as it is, and an
+# interrupted installation is repeated. The last lines name the build of torch.
 #
 #   scripts/setup_env.sh [--tests]
 #
@@ -79,9 +80,26 @@ PY
 }
 
 pip_install() {
-    local quiet=--quiet
-    if [ -t 1 ]; then quiet=--progress-bar=on; fi # show a person the progress of long downloads
-    "$venv/bin/python" -m pip install "$quiet" --no-input --disable-pip-version-check "$@"
+    local pip=("$venv/bin/python" -m pip install --no-input --disable-pip-version-check)
+    if [ -t 1 ]; then
+        "${pip[@]}" --progress-bar=on "$@"
+    else # only the downloads that take a while
+        "${pip[@]}" --progress-bar=off "$@" | sed -n 's/^ *\(Downloading .* [MG]B)\)/setup_env: \1/p'
+    fi
+}
+
+# Print what was installed, as "torch 2.13.0 for CUDA 12.8"; fail where ddpkit or torch cannot be imported.
+describe_torch() {
+    (
+        cd / # where no folder is called torch or ddpkit
+        "$venv/bin/python" - <<'PY'
+import ddpkit, torch
+version = torch.version
+kinds = ("CUDA", version.cuda), ("ROCm", version.hip), ("XPU", getattr(version, "xpu", None))
+build = next((f"{kind} {number}" for kind, number in kinds if number), "CPUs only")
+print(f"torch {torch.__version__} for {build}")
+PY
+    )
 }
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
@@ -98,7 +116,8 @@ prefer_cpu_torch() {
         print_status "no NVIDIA GPU on this host, but a scheduler responds: taking the default build of $torch, for the compute nodes"
         return
     fi
-    print_status "no NVIDIA GPU found: taking the CPU build of $torch from $cpu_index"
+    print_status "no NVIDIA GPU found: asking for the CPU build of $torch from $cpu_index"
+    asked_for_cpu=yes
     if ! pip_install --no-deps --retries 1 --timeout 15 --index-url "$cpu_index" "$torch"; then
         print_status "the installation failed: taking the default build"
     fi
@@ -125,8 +144,19 @@ for line in "${wanted[@]}"; do
     if ! grep -qxF -- "$line" "$state"; then missing+=("$line"); fi
 done
 
+# What $state says is believed only as far as it can be imported.
+if [ -s "$state" ] && [ "${missing[0]-}" != "$torch" ] && ! build=$(describe_torch 2>/dev/null); then
+    print_status "$venv cannot import ddpkit and torch: installing what is missing again"
+    missing+=("--editable=$root")
+    if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+        "$venv/bin/python" -m pip uninstall --quiet --yes torch
+        missing=("$torch" "${missing[@]}")
+    fi
+fi
+
 ready="$venv is ready: source $(printf '%q' "$venv/bin/activate")"
 if [ ${#missing[@]} -eq 0 ]; then
+    print_status "$build"
     print_status "$ready"
     exit 0
 fi
@@ -137,11 +167,18 @@ if [ "${missing[0]}" = "$torch" ]; then
     if [ -z "${PIP_TORCH_SPEC-}" ]; then print_status "for another torch: PIP_TORCH_SPEC=torch==VERSION $0"; fi
     prefer_cpu_torch
 fi
-print_status "installing ${missing[*]}"
-pip_install "$torch" "${missing[@]}"
+print_status "installing ${missing[*]}; torch alone takes minutes"
+pip_install "$torch" "${missing[@]}" "--editable=$root"
 {
     printf '%s\n' "$made"
     printf '%s\n' "${wanted[@]}" "$kept" | sort -u | sed "/^$/d"
 } >"$state.new"
+build=$(describe_torch) || die "$venv cannot import ddpkit and torch, see above. Delete it, then run this again."
 mv "$state.new" "$state"
+print_status "$build"
+case $build in
+    *CUDA*) if [ -n "${asked_for_cpu-}" ]; then
+        print_status "pip took this build, and not that of $cpu_index, from another index: pip config list"
+    fi ;;
+esac
 print_status "$ready"
