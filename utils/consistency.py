@@ -6,6 +6,11 @@ collective. A difference is logged once, as an ERROR; the training goes on.
 
 Not noticed: a rank without DistributedDataParallel that makes no step of its optimizer.
 
+On by default: who forgets set_epoch(), a sampler or DistributedDataParallel does not know what to
+switch on. torch has a hook for the steps of all optimizers, but none for the epochs and batches of
+loaders, which training_hooks wraps, nor a way from a parameter to its wrapper, for which gc is
+searched, only after a difference was found. tests/bench/bench_consistency.py measures the cost.
+
 Off: setup_distributed(check_training=False), or DDPKIT_CHECK_TRAINING=0.
 """
 
@@ -35,6 +40,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from .coordination import CoordinationError
+from .host.cores import name_ranks
 from .log import get_logger
 
 if TYPE_CHECKING:
@@ -50,7 +56,6 @@ _LEAVE_SECONDS, _LEAVE_POLL_SECONDS = 0.5, 0.002
 _NO_STEP_AT, _NO_STEP_SECONDS = 16, 2.0
 # What a sampler of one rank has in common with those of the others, and what it has not.
 _SETTINGS = ("num_replicas", "shuffle", "seed", "drop_last", "epoch")
-_SHOWN = 8  # ranks in a message
 _ORDINALS = ("first", "second", "third", "fourth", "fifth")  # scripts count epochs from 0 or 1
 _SAMPLER_REMEDY = "Give it sampler=DistributedSampler(data, job.world_size, job.rank)"
 _STREAM_REMEDY = (
@@ -220,8 +225,8 @@ def parameter_problem(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
     bad = [rank for rank, report in enumerate(reports) if not report["finite"]]
     if bad:
         return (
-            f"a parameter has become NaN or infinite on {_ranks(bad)}. Look for the step at which "
-            "the loss did: lower the learning rate, or clip the gradients"
+            f"a parameter has become NaN or infinite on {name_ranks(bad)}. Look for the step at "
+            "which the loss did: lower the learning rate, or clip the gradients"
         ), -1
     return "", -1
 
@@ -276,8 +281,8 @@ def data_problem(reports: Sequence[Mapping[str, Any]]) -> str:
     if len(twins) > 1 and has_same_batch and not _has_groups():
         replicas = reports[0]["num_replicas"]
         return (
-            f"{_ranks(twins)} train on the same part of the data, {reports[twins[0]]['part']} of "
-            f"{replicas}; there are {world_size} ranks. Give DistributedSampler "
+            f"{name_ranks(twins)} train on the same part of the data, {reports[twins[0]]['part']} "
+            f"of {replicas}; there are {world_size} ranks. Give DistributedSampler "
             "num_replicas=job.world_size and rank=job.rank"
         )
     return ""
@@ -288,11 +293,6 @@ def _has_groups() -> bool:
     others = ("deepspeed", "megatron")
     is_divided = torch.distributed.distributed_c10d.get_pg_count() > 1
     return is_divided or any(name in sys.modules for name in others)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + ", ..." * (len(ranks) > _SHOWN)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def no_step_problem(ranks: Sequence[int], parameters: Sequence[Tensor]) -> str:
@@ -307,8 +307,9 @@ def no_step_problem(ranks: Sequence[int], parameters: Sequence[Tensor]) -> str:
     if not ranks or not any(id(one) in held for one in parameters):
         return ""
     return (
-        f"the optimizer has made {_NO_STEP_AT} steps on other ranks, and none on {_ranks(ranks)}: "
-        "its parameters stay as they were. Call optimizer.step() on every rank"
+        f"the optimizer has made {_NO_STEP_AT} steps on other ranks, and none on "
+        f"{name_ranks(ranks)}: its parameters stay as they were. Call optimizer.step() on every "
+        "rank"
     )
 
 

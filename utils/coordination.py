@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from .host.cores import format_ranges
+from .host.cores import name_ranks
 from .monitor.monitor import departed_ranks
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
@@ -266,7 +266,7 @@ class StoreCommunicator:
             )
         return (
             f"{len(missing)} of {self.world_size} ranks did not report to {self._reporter} {when}: "
-            f"{format_ranges(missing)}. Look for their own messages"
+            f"{name_ranks(missing)}. Look for their own messages"
         )
 
     @contextlib.contextmanager

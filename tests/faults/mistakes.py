@@ -136,12 +136,12 @@ def stream_is_not_divided(job: Distributed) -> None:
     train(job, loader=DataLoader(Stream(), 16))
 
 
-@mistake("ranks 0, 1 train on the same part of the data, 0 of 2")
+@mistake("ranks 0-1 train on the same part of the data, 0 of 2")
 def sampler_has_rank_0(job: Distributed) -> None:
     train(job, loader=loader_with(job, rank=0))
 
 
-@mistake("ranks 0, 1 train on the same part of the data, 0 of 1")
+@mistake("ranks 0-1 train on the same part of the data, 0 of 1")
 def sampler_has_one_replica(job: Distributed) -> None:
     train(job, loader=loader_with(job, rank=0, num_replicas=1))
 
@@ -295,7 +295,7 @@ def rank_1_alone_steps(job: Distributed) -> None:
     train(job, steps=not job.is_main)
 
 
-@mistake("has become NaN or infinite on ranks 0, 1")
+@mistake("has become NaN or infinite on ranks 0-1")
 def loss_becomes_nan(job: Distributed) -> None:
     train(job, lr=1e12)
 

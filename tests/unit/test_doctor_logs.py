@@ -219,7 +219,7 @@ def test_sign_of_a_failure_is_never_no_failure(text: str) -> None:
     "n1:1:2 [0] NCCL INFO NET/Plugin: dlerror=libnccl-net.so: cannot open shared object file: No such file or "
     "directory No plugin found (libnccl-net.so), using internal implementation",
     "ddpkit launch: 4 ranks on 2 hosts (n1, n2) by srun\n", "Exit_status = 0", "finished with exit status 0",
-    "rank 0 on n1 starts step 1", "  rank 0-3 on n1, n2: in collective 7", "[rank 3/8 n2] WARNING: slow",
+    "rank 0 on n1 starts step 1", "  ranks 0-3 on n1, n2: in collective 7", "[rank 3/8 n2] WARNING: slow",
     "12:00:00 ERROR retry\n" + 300 * "step\n", "[rank 0/8 n1] ERROR: cannot save step 5\n" + 300 * "step\n"])
 def test_job_that_went_well_has_no_failure(text: str) -> None:
     assert find(("job.out", text)) is None

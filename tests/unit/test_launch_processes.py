@@ -215,7 +215,7 @@ def test_a_stop_names_no_rank_and_leaves_time_to_save(
         number: int, status: int, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
     result = LaunchResult()
     assert not result.is_last_stop(number, 1.0)
-    result.process_ended("rank 0-1 on n3", status, 2.0, others=True)
+    result.process_ended("each of ranks 0-1 on n3", status, 2.0, others=True)
     assert result.end_at == 2.0 + END_DELAY_AFTER_STOP
     result.conclude(Failure("rank 1 on n3 ended without a report. It was killed", "killed", 1))
     printed = capsys.readouterr().err.splitlines()
@@ -311,7 +311,7 @@ srun: error: n1: task 0: Terminated"""
     (TASK_FAILED_26.format("Exited with exit code 7"), "rank 1 on n2 ended with exit status 7", [], "n2"),
     (TASK_FAILED_26.format("Killed"), "rank 1 on n2 was ended by SIGKILL (exit status 137)", [], "n2"),
     ("srun: error: n1: tasks 0-1: Killed\nslurmstepd: error: *** STEP 3.0 ON n1 CANCELLED AT 2026-11-21T04:00:47 ***",
-     "rank 0-1 on n1 was ended by SIGKILL", [], "n1")])
+     "each of ranks 0-1 on n1 was ended by SIGKILL", [], "n1")])
 def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list[str], host: str | None, tmp_path: Path,
                                                 capfd: pytest.CaptureFixture[str]) -> None:
     srun, file = program(tmp_path / "srun", f"cat >&2 <<'E'\n{text}\nE\nexit 143"), tmp_path / "bad-hosts.txt"

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from utils.host.cores import name_ranks
 from utils.launchers import LaunchError, Placement
-from utils.startup.reports import RankReport, check_reports, make_report, ranges
+from utils.startup.reports import RankReport, check_reports, make_report
 
 
 def report(host: str = "n1", **changes: Any) -> RankReport:
@@ -165,8 +166,8 @@ def test_table_has_one_row_per_host(reports: Sequence[RankReport], lines: list[s
 def test_long_lists_are_cut() -> None:
     table = check_reports([report(f"n{number}") for number in range(40)]).table
     assert len(table.splitlines()) == 18 and table.endswith("... and 24 more hosts")
-    assert ranges([1, 2, 3, 7]) == "1-3,7"
-    assert ranges(range(0, 100, 2)) == ",".join(map(str, range(0, 40, 2))) + " ..."
+    assert name_ranks([1, 2, 3, 7]) == "ranks 1-3,7" and name_ranks([5]) == "rank 5"
+    assert name_ranks(range(0, 100, 2)) == "ranks " + ",".join(map(str, range(0, 40, 2))) + " ..."
 
 
 def test_number_of_threads_that_a_rank_was_given_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from ..host.cores import format_ranges
+from ..host.cores import name_ranks
 from ..log import get_logger
 from . import disk, lock
 from .format import MANIFEST, Damaged, Manifest, Unreadable, render_manifest
@@ -74,7 +74,7 @@ def folder_problem(reports: Sequence[FolderReport]) -> str:
         ranks.setdefault(first["path"] if is_same_folder else report["path"], []).append(rank)
     if len(ranks) == 1:
         return ""
-    names = [f"rank {format_ranges(same)}: {path}" for path, same in ranks.items()]
+    names = [f"{name_ranks(same)}: {path}" for path, same in ranks.items()]
     shown = "; ".join(names[:_SHOWN_FOLDERS]) + "; ..." * (len(names) > _SHOWN_FOLDERS)
     return (
         f"the ranks name {len(ranks)} different folders for checkpoints ({shown}). Expected one. "

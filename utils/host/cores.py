@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -90,15 +90,27 @@ def parse_ranges(text: str) -> set[int]:
     return found
 
 
-def format_ranges(numbers: Iterable[int]) -> str:
-    """Return the list of numbers in the kernel's format: {0, 1, 2, 8} -> "0-2,8"."""
+_SHOWN_RANGES = 20  # of ranks in a message
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return ranks for a message: [5] -> "rank 5", [1, 2, 3, 7] -> "ranks 1-3,7"."""
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks, most=_SHOWN_RANGES)}"
+
+
+def format_ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """Return the list of numbers in the kernel's format: {0, 1, 2, 8} -> "0-2,8".
+
+    most: ranges that are written; " ..." stands for further ones. None: all.
+    """
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
             parts[-1][1] = number
         else:
             parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    shown = (str(first) if first == last else f"{first}-{last}" for first, last in parts[:most])
+    return ",".join(shown) + (" ..." if most is not None and len(parts) > most else "")
 
 
 def _read(path: str) -> str:

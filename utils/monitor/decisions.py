@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..channel import Message
-from ..host.cores import format_ranges
+from ..host.cores import name_ranks
 from ..launch_report import Failure
 
 if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
@@ -358,7 +358,7 @@ class Decisions:
     def _names(self, ranks: Sequence[int]) -> str:
         if len(ranks) == 1:
             return f"rank {ranks[0]} on {host_of(self.hosts[ranks[0]])}"
-        return f"ranks {format_ranges(ranks)}"
+        return name_ranks(ranks)
 
     def end_hung(self, running: Collection[int]) -> list[Action]:
         """End the hung ranks when no others are running: they may never notice themselves."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import NamedTuple, TypedDict
 
-from ..host.cores import format_ranges, parse_ranges
+from ..host.cores import name_ranks, parse_ranges
 
 _SHOWN_RANKS = 8
 # Sizes that have to be equal on all ranks. Those of a gather or an all-to-all may differ.
@@ -253,8 +253,7 @@ def _describe_late(
             for member, its_waits in waiting.items()
             if any(key == (wait.call["group"], wait.call["number"]) for wait in its_waits)
         ]
-        several = len(members) > 1
-        who = f"rank{'s' * several} {format_ranges(members)} wait{'s' * (not several)}"
+        who = f"{name_ranks(members)} wait{'s' * (len(members) == 1)}"
         shown.append(f"{_number(call)}, in which {who}")
     group = positions[rank].groups.get(calls[0]["group"])
     return (
@@ -386,10 +385,10 @@ def summary(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
     lines = []
     for (doing, location), ranks in places.items():
         names = ", ".join(dict.fromkeys(hosts[rank].partition(" ")[0] for rank in ranks[:64]))
-        lines.append(f"  rank {format_ranges(ranks)} on {names}: {doing}; at {location}\n")
+        lines.append(f"  {name_ranks(ranks)} on {names}: {doing}; at {location}\n")
     silent = unreported(positions, sorted(hosts))
     if silent:
-        lines.append(f"  rank {format_ranges(silent)}: no position\n")
+        lines.append(f"  {name_ranks(silent)}: no position\n")
     return "".join(lines)
 
 
@@ -403,7 +402,7 @@ def _number(call: Collective) -> str:
 
 
 def _for(wait: Wait) -> str:
-    return f" for rank {format_ranges(wait.awaited)}" if wait.awaited else ""
+    return f" for {name_ranks(wait.awaited)}" if wait.awaited else ""
 
 
 def _name(call: Collective) -> str:

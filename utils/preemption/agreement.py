@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict
 
-from ..host.cores import format_ranges
+from ..host.cores import name_ranks
 from ..log import get_logger
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class StopAgreement:
             missing = self._communicator.missing(_TOPIC)
         return (
             f"{problem}{len(missing)} of {self._communicator.world_size} ranks did not report "
-            f"within {self._rank_timeout:g} s: {format_ranges(missing)}. Expected an open "
+            f"within {self._rank_timeout:g} s: {name_ranks(missing)}. Expected an open "
             "StopSignal on every rank. Look for the messages of these ranks: they hang or have "
             "ended"
         )

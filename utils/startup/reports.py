@@ -20,7 +20,9 @@ from ..host.cores import (
     RankCores,
     available_cpus,
     choose_cores,
+    format_ranges,
     mask_of_cpus,
+    name_ranks,
     note_on_cores,
     openmp_binding,
     read_topology,
@@ -32,7 +34,6 @@ from ..launchers.rank_variables import INDEPENDENT, launch_rank
 _SHOWN_HOSTS = 16
 _SHOWN_RANKS = 16  # of the first host, with their CPUs
 _SHOWN_NOTES = 3
-_SHOWN_RANGES = 20
 
 # Fields of the reports that have to be the same on all ranks, and what the message calls them.
 _COMPARED = {
@@ -379,7 +380,7 @@ def _table(
             reports[rank]["omp_num_threads"] or str(assignments[rank]["threads"]) for rank in ranks
         ]
         columns = (",".join(dict.fromkeys(values)) for values in (devices, counts, nodes, threads))
-        rows.append((reports[ranks[0]]["host"], ranges(ranks), *columns))
+        rows.append((reports[ranks[0]]["host"], format_ranges(ranks, most=20), *columns))
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -390,8 +391,7 @@ def _table(
         lines.append(f"  ... and {len(host_ranks) - _SHOWN_HOSTS} more hosts")
     if all(one.nodes for one in cores[0]) and len(cores[0]) <= _SHOWN_RANKS:
         cpus = ":".join(one.cpus for one in cores[0])  # as DDPKIT_CPU_BIND=list: expects it
-        of_ranks = f"rank{'s' * (len(cores[0]) > 1)} {ranges(host_ranks[0])}"
-        lines.append(f"  CPUs of {of_ranks}: {cpus}")
+        lines.append(f"  CPUs of {name_ranks(host_ranks[0])}: {cpus}")
     return "\n".join(lines)
 
 
@@ -403,19 +403,4 @@ def _device_name(backend: str, index: int | None) -> str:
 
 def did_not_join(missing: Sequence[int], world_size: int) -> str:
     """Return "2 of 8 ranks did not join: ranks 3,5"."""
-    ranks = f"rank{'s' * (len(missing) > 1)} {ranges(missing)}"
-    return f"{len(missing)} of {world_size} ranks did not join: {ranks}"
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3,7", at most 20 parts."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    shown = [
-        str(first) if first == last else f"{first}-{last}" for first, last in parts[:_SHOWN_RANGES]
-    ]
-    return ",".join(shown) + (" ..." if len(parts) > _SHOWN_RANGES else "")
+    return f"{len(missing)} of {world_size} ranks did not join: {name_ranks(missing)}"

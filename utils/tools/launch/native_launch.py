@@ -219,8 +219,9 @@ class NativeLaunch:
             print_error(f"{self._program} ended with exit status 0 before all ranks had joined")
         elif first is not None:
             status = first.status
-            who = f"rank {first.ranks}" + (f" on {first.host}" if first.host else "")
             rank = int(first.ranks) if first.ranks.isdecimal() else None
+            who = f"each of ranks {first.ranks}" if rank is None else f"rank {rank}"
+            who += f" on {first.host}" if first.host else ""
             self._result.process_ended(
                 who, status, time.monotonic(), others=False, rank=rank, host=first.host or None
             )
