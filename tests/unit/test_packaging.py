@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 from collections import Counter
 from pathlib import Path
 
@@ -31,6 +32,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.returncode == 0, done.stdout + done.stderr
     (out / "train.py").touch()
     return out / "site"
+
+
+def test_installing_for_all_users_removes_no_other_installation(installed: Path, tmp_path: Path) -> None:
+    """By the options of docs/centres.md, twice, in an environment that has the kit already."""
+    page = (ROOT / "docs" / "centres.md").read_text()
+    lines = [line for line in re.findall(r"pip install (.*?) \.(?:`|$)", page, re.MULTILINE) if "--no-deps" in line]
+    assert len(lines) == 2
+    venv.create(tmp_path / "module", symlinks=True)  # has no pip, as pip finds this environment by --python
+    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "module", "--quiet", "--disable-pip-version-check"]
+    wheels = ["--no-index", "--find-links", installed.parent, "ddpkit"]
+    options = [lines[1].replace("/apps", str(tmp_path)).split()] * 2
+    for words in (["--no-deps"], *options):
+        subprocess.run([*pip, "install", *words, *wheels], check=True, timeout=200)
+    for folder in ("module", "ddpkit/0.1.0"):
+        assert (tmp_path / folder / "bin" / "ddpkit").is_file(), folder
+        assert [*(tmp_path / folder).glob("lib/python3*/site-packages/ddpkit/__init__.py")], folder
 
 
 def test_wheel_holds_every_file_of_utils_and_jobs(installed: Path) -> None:
