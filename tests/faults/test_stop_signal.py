@@ -129,7 +129,7 @@ def one_rank_hangs(dist: Any, pids: list[int]) -> None:
         while dist.is_main and b"\nState:\tT" not in Path(f"/proc/{pids[2]}/status").read_bytes():
             time.sleep(0.01)
         stop.request("a test")
-        with pytest.raises(RuntimeError, match=r"1 of 4 ranks did not report within 1 s: 2\. "):
+        with pytest.raises(RuntimeError, match=r"1 of 4 ranks did not report within 1 s: rank 2\. "):
             wait_for_stop(stop)
         time.sleep(1.0)  # the ranks call should_stop() at different moments
         if dist.is_main:
