@@ -164,10 +164,11 @@ fi
 kept=$(tail -n +2 "$state" | grep -v '^torch' || true)
 : >"$state"
 if [ "${missing[0]}" = "$torch" ]; then
+    print_status "torch alone may take minutes"
     if [ -z "${PIP_TORCH_SPEC-}" ]; then print_status "for another torch: PIP_TORCH_SPEC=torch==VERSION $0"; fi
     prefer_cpu_torch
 fi
-print_status "installing ${missing[*]}; torch alone takes minutes"
+print_status "installing ${missing[*]}"
 pip_install "$torch" "${missing[@]}" "--editable=$root"
 {
     printf '%s\n' "$made"
