@@ -1,28 +1,33 @@
 """Failures of hosts and ranks in a launch with a spare: which host is left out, how long it takes, the final loss.
 
-python tests/faults/spares.py [--failures 40] [--faults kill agent stop gpu outside off disk] [--by ssh]
+python tests/faults/spares.py [--failures 40] [--faults kill agent stop gpu outside off disk] [--by ssh | srun]
 
-Five hosts (network namespaces) are a job of PBS, four train. In each run a rank fails after step 12, in the way of
-FAULT, or its host is cut off ("outside") or loses all its processes ("off"). Prints a line for each: whether the right
+Five hosts (network namespaces) are a job of PBS, as its variables describe one, or with --by srun of a real Slurm, that
+of the system or of DDPKIT_SLURM_HOME. Four of them train. In each run a rank fails after step 12, in the way of FAULT,
+or its host is cut off ("outside") or loses all its processes, too ("off"). Prints a line for each: whether the right
 host was left out, seconds from the notice of the failure to the end of the next step, and whether the final loss has
 the same bits as that of an undisturbed run. "disk", a full disk, ends the launch with its cause. Exit status 0 if all
-are right. Needs root, and about 25 s for each failure.
+are right. Needs root, and about 30 s for each failure.
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import re
+import shlex
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.cluster.hosts import Hosts, killed_at_end, wait_until
-from tests.launch.launchers import Lab, Result
+from tests.cluster.slurm import SlurmCluster
+from tests.launch.launchers import LAUNCH, Lab, Result
 from tests.launch.test_launch import Job
 from utils.host import process
 
@@ -44,10 +49,41 @@ def switch_off(hosts: Hosts, host: str) -> None:
             continue
 
 
-def fail_once(lab: Lab, folder: Path, by: str, fault: str, rank: int) -> Result:
-    job, bad = Job(lab, folder, nodes=lab.hosts.hosts), lab.hosts.hosts[rank]
+class SlurmJobs:
+    """Launches in jobs of a real Slurm: a new one for each, as Slurm waits long for a host that failed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hosts = [f"node{number}" for number in range(1, 6)]
+
+    def run(self, folder: Path, words: list[str], fault: str = "", bad: str = "") -> Result:
+        with SlurmCluster(5, slurmd_timeout=300, subnet="10.79.26") as slurm:
+            work = slurm.work / folder.name
+            work.mkdir()
+            line = shlex.join([*LAUNCH, *(word.replace(str(folder), str(work)) for word in words)])
+            job = slurm.sbatch("-N5", "-n5", "--ntasks-per-node=1", "--no-kill", script=f"#!/bin/bash\nexec {line}\n")
+            if fault:
+                failed = work / "failed"
+                wait_until(lambda: failed.exists() and failed.read_text(), "the fault", seconds=120)
+                if fault == "outside":
+                    slurm.set_link(bad, "down")
+                elif fault == "off":
+                    switch_off(slurm, bad)
+            ended = re.compile("^final loss|^ddpkit launch: (no restart|rank .* failed|error)", re.MULTILINE)
+            wait_until(lambda: ended.search(slurm.output(job)), "the end", seconds=200)
+            time.sleep(3)
+            output = slurm.output(job)
+            for file in work.glob("metrics.jsonl"):
+                (folder / file.name).write_text(file.read_text())
+            return Result(0 if "\nfinal loss" in output else 1, output)
+
+
+def fail_once(lab: Lab | SlurmJobs, folder: Path, by: str, fault: str, rank: int) -> Result:
     inside = "outside" if fault == "off" else fault
     words = ["--spare", "1", "--hang-timeout", "15", PROGRAM, str(folder), inside, str(rank)]
+    if isinstance(lab, SlurmJobs):
+        return lab.run(folder, words, fault, lab.hosts[rank])
+    job, bad = Job(lab, folder, nodes=lab.hosts.hosts), lab.hosts.hosts[rank]
     with killed_at_end(job.start(by, *words)) as launch:
         failed = folder / "failed"
         wait_until(lambda: failed.exists() and failed.read_text(), "the fault", seconds=120)
@@ -79,25 +115,34 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS)
     parser.add_argument("--by", default="ssh")
     args = parser.parse_args()
-    wrong = 0
-    with Hosts(5, subnet="10.79.25") as hosts, tempfile.TemporaryDirectory() as name:
-        lab = Lab(hosts, hosts.start_sshd(), lambda program: Path(program))
-        folder = Path(name, "undisturbed")
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        if args.by == "srun":
+            jobs = SlurmJobs(Path(name))
+            return run(jobs, jobs.hosts, Path(name), args)
+        hosts = stack.enter_context(Hosts(5, subnet="10.79.25"))
+        return run(Lab(hosts, hosts.start_sshd(), lambda program: Path(program)), hosts.hosts, Path(name), args)
+
+
+def run(lab: Lab | SlurmJobs, hosts: list[str], parent: Path, args: argparse.Namespace) -> int:
+    folder = parent / "undisturbed"
+    folder.mkdir()
+    if isinstance(lab, SlurmJobs):
+        done = lab.run(folder, ["--spare", "1", PROGRAM, str(folder)])
+    else:
+        done = Job(lab, folder, nodes=hosts[:4]).run(args.by, PROGRAM, str(folder))
+    loss, wrong = done.line("final loss"), 0
+    for number in range(args.failures):
+        fault, rank = args.faults[number % len(args.faults)], random.randrange(4)
+        if fault in ("outside", "off"):
+            rank = random.randrange(1, 4)  # ddpkit launch runs on the first host
+        folder = parent / str(number)
         folder.mkdir()
-        done = Job(lab, folder, nodes=hosts.hosts[:4]).run(args.by, PROGRAM, str(folder))
-        loss = done.line("final loss")
-        for number in range(args.failures):
-            fault, rank = args.faults[number % len(args.faults)], random.randrange(4)
-            if fault in ("outside", "off"):
-                rank = random.randrange(1, 4)  # ddpkit launch runs on the first host
-            folder = Path(name, str(number))
-            folder.mkdir()
-            done = fail_once(lab, folder, args.by, fault, rank)
-            right, text = verdict(done, folder, fault, hosts.hosts[rank], hosts.hosts[4], loss)
-            wrong += not right
-            print(f"{number + 1:3} {fault:8} {hosts.hosts[rank]} {'right' if right else 'WRONG'} {text}", flush=True)
-            if not right:
-                print(done.output, file=sys.stderr, flush=True)
+        done = fail_once(lab, folder, args.by, fault, rank)
+        right, text = verdict(done, folder, fault, hosts[rank], hosts[4], loss)
+        wrong += not right
+        print(f"{number + 1:3} {fault:8} {hosts[rank]} {'right' if right else 'WRONG'} {text}", flush=True)
+        if not right:
+            print(done.output, file=sys.stderr, flush=True)
     print(f"{args.failures - wrong} of {args.failures} right")
     return 1 if wrong else 0
 
