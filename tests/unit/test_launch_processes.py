@@ -217,7 +217,8 @@ def test_a_stop_names_no_rank_and_leaves_time_to_save(
     assert not result.is_last_stop(number, 1.0)
     result.process_ended("each of ranks 0-1 on n3", status, 2.0, others=True)
     assert result.end_at == 2.0 + END_DELAY_AFTER_STOP
-    result.conclude(Failure("rank 1 on n3 ended without a report. It was killed", "killed", 1))
+    reported = Failure("rank 1 on n3 ended without a report. It was killed", "killed", 1)
+    result.report(result.conclude(reported), reported)
     printed = capsys.readouterr().err.splitlines()
     name = signal.Signals(number).name
     assert printed[-1].startswith(f"ddpkit launch: error: {name}: ddpkit launch has received it")
@@ -348,7 +349,7 @@ def test_last_line_is_about_the_first_failure(
     for rank, ended in exit_statuses.items():
         result.process_ended(f"rank {rank}", ended, 1.0, others=True, rank=rank)
     result.process_ended("rank 1", 143, 9.0, others=False, rank=1)  # ddpkit launch has ended it
-    result.conclude(reported)
+    result.report(result.conclude(reported), reported)
     assert result.status == status and last in capsys.readouterr().err.splitlines()[-1]
 
 
