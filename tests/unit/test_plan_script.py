@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.programs import python
 from utils.tools.plan import plan_cli as cli
+from utils.tools.plan.hardware import LAUNCH_SECONDS
 
 Planned = Callable[..., dict[str, Any]]
 IMPORTS = """
@@ -225,3 +226,34 @@ def test_largest_batch_of_each_gpu_fits_and_one_more_does_not(planned: Planned, 
     used, too_much = (sum(planned("--gpu", "a100-40", "--batch", str(batch), *source)["memory"].values())
                       for batch in (largest["samples"], largest["samples"] + 1))
     assert used <= 36e9 - 30e6 < too_much
+
+
+DATA = HEAD.replace("10, 10", "10, 100_000") + """
+data = torch.utils.data.DataLoader(torch.zeros(200, 10), int(sys.argv[1]), drop_last={})
+for _ in range({}):
+    for x in data:
+        model(x).exp().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("drop_last", "epochs", "expected"), [(True, 1, 64), (False, 9, 128)])
+def test_largest_batch_is_at_least_that_at_which_the_data_ended(
+        drop_last: bool, epochs: int, expected: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """200 samples: two steps of up to 100 without the last batch; with it, larger batches hold 200 samples."""
+    script = written(tmp_path, DATA.format(drop_last, epochs))
+    assert cli.main(["--gpu", "a100-40", "--batch", "32", script, "{batch}"]) == 0
+    text = capfd.readouterr().out
+    assert f"Largest micro-batch on a100-40: at least {expected} samples: the data ended\n" in text, text
+
+
+def test_step_of_short_operations_takes_the_time_to_start_them(planned: Planned, tmp_path: Path) -> None:
+    script = written(tmp_path, BATCH)
+    short, long = planned("--gpu", "h100", script, "8"), planned("--gpu", "h100", script, "300000")
+    note, = (note for note in short["notes"] if note.startswith("The CPU limits the step: it starts "))
+    operations = int(note.split()[7])
+    assert short["scaling"][0]["step_seconds"] == pytest.approx(operations * LAUNCH_SECONDS) and operations > 5
+    assert long["scaling"][0]["step_seconds"] > 100 * short["scaling"][0]["step_seconds"]
+    assert not any("CPU limits" in note for note in long["notes"])
+    measured = planned("--gpu", "h100", "--compute-seconds", "1e-5", script, "8")
+    assert measured["scaling"][0]["computation_seconds"] < 2e-5

@@ -115,11 +115,14 @@ def largest_batch(
             unit = 2 if batch % 2 == 0 and unit == 1 else batch
             continue
         if found is None:
-            if ended := _data_end(known):
-                return LargestBatch(ended, data_ended=True)
             reason = f"a trace of {size} samples needs too much memory or time of this host"
             return LargestBatch(_solution(known, capacity) if len(known) > 1 else None, reason)
         known[size] = found
+        if ended := _data_end(known):
+            return LargestBatch(ended, data_ended=True)
+        per_sample = (known[2 * batch] - known[batch]) / batch if 2 * batch in known else 0.0
+        if size > 8 * batch and found < per_sample * size / 2 and 2 * size not in known:
+            first.append(2 * size)  # far less than expected: has it all the data?
         if found <= capacity:
             fits = max(fits, size)
         else:
@@ -127,18 +130,16 @@ def largest_batch(
         if fits > too_large:
             break
         if fits > _MOST_SAMPLES // 32:
-            if ended := _data_end(known):
-                return LargestBatch(ended, data_ended=True)
             return LargestBatch(None, "the memory does not grow with the micro-batch")
     return LargestBatch(fits or None, reason)
 
 
 def _data_end(known: dict[int, float]) -> int | None:
-    """Return the largest batch before the memory stopped to grow: later ones hold all the data."""
+    """Return the largest batch before the memory stopped growing: later ones hold all the data."""
     most = max(known.values())
     smaller = [samples for samples, size in known.items() if size < most]
-    constant = sum(size == most for size in known.values()) > 1
-    return max(smaller) if smaller and constant else None
+    constant = [samples for samples, size in known.items() if size == most]
+    return max(smaller) if smaller and max(constant) >= 2 * min(constant) else None
 
 
 def _solution(known: dict[int, float], capacity: float) -> int:
