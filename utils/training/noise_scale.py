@@ -55,10 +55,9 @@ class GradientNoiseScale:
         self._model, self._micro_batch, self._every, self._decay = model, micro_batch, every, decay
         self._group = model.process_group if isinstance(model, DistributedDataParallel) else None
         self._steps = 0
-        # Averages of the estimates of |G|^2 and trace(C). Both start at 0 and have the same
-        # weights, so that the initial bias cancels in their ratio.
-        self._squared_mean = self._trace = 0.0
-        self._pending: tuple[Tensor, Tensor] | None = None  # sums over ranks, |step gradient|^2
+        # Averages of the estimates of |G|^2 and trace(C), on the device: reading them waits for it.
+        # Both start at 0 and have the same weights, so that the initial bias cancels in the ratio.
+        self._averages = torch.zeros(2, dtype=torch.float64)
         self._handles: list[RemovableHandle] = []
         self._norms: list[list[Tensor]] = []  # per parameter, one for each backward pass
         self._watch_if_due()
@@ -84,19 +83,18 @@ class GradientNoiseScale:
         It is nan before the first measured step, and if each step has a single micro-batch. It is
         inf if the noise hides the gradient: measure more steps.
         """
-        self._take_pending()
-        if self._squared_mean == self._trace == 0:
+        squared_mean, trace = self._averages.tolist()
+        if squared_mean == trace == 0:
             return math.nan
-        return max(self._trace, 0.0) / self._squared_mean if self._squared_mean > 0 else math.inf
+        return max(trace, 0.0) / squared_mean if squared_mean > 0 else math.inf
 
     def state_dict(self) -> dict[str, float]:
-        self._take_pending()
-        return {"steps": self._steps, "squared_mean": self._squared_mean, "trace": self._trace}
+        squared_mean, trace = self._averages.tolist()
+        return {"steps": self._steps, "squared_mean": squared_mean, "trace": trace}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self._steps = int(state["steps"])
-        self._squared_mean, self._trace = state["squared_mean"], state["trace"]
-        self._pending = None
+        self._averages = torch.tensor([state["squared_mean"], state["trace"]], dtype=torch.float64)
         self._watch_if_due()
 
     def _watch_if_due(self) -> None:
@@ -136,32 +134,28 @@ class GradientNoiseScale:
         sums = torch.stack([squares, samples, squared_sizes])
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
-        self._take_pending()
         whole: list[Tensor] = []
         for gradient in gradients:
             _record(whole, gradient)
-        self._pending = sums, _sum_of_squares(whole)  # read later: reading waits for the GPU
+        self._average(sums, _sum_of_squares(whole))
 
-    def _take_pending(self) -> None:
-        """Add the last measured step to the averages."""
-        if self._pending is None:
-            return
-        sums, step = self._pending
-        self._pending = None
-        squares, samples, squared_sizes = sums.tolist()
-        large, large_batch = step.item(), samples
+    def _average(self, sums: Tensor, step: Tensor) -> None:
+        """Add a measured step to the averages. sums: over the ranks; step: its squared norm."""
+        squares, samples, squared_sizes = sums.double()
+        large, large_batch = step.double(), samples
         # A micro-batch of b samples on one of n ranks has the weight n b / samples in its rank's
         # gradient. With these weights, this is the mean of the squared norms of micro-batches:
         ranks = 1 if self._group is None else self._group.size()
-        small = squares * (samples / ranks) ** 2 / squared_sizes
+        small = squares * (samples / ranks).square() / squared_sizes
         small_batch = squared_sizes / samples
-        if large_batch < 1.001 * small_batch or not math.isfinite(small + large):
-            return  # a single micro-batch, or a loss scale that overflowed
 
         squared_mean = (large_batch * large - small_batch * small) / (large_batch - small_batch)
         trace = (small - large) / (1 / small_batch - 1 / large_batch)
-        self._squared_mean += (1 - self._decay) * (squared_mean - self._squared_mean)
-        self._trace += (1 - self._decay) * (trace - self._trace)
+        # Not with a single micro-batch, nor with a loss scale that overflowed.
+        is_usable = (large_batch >= 1.001 * small_batch) & torch.isfinite(small + large)
+        old = self._averages.to(step.device, non_blocking=True)
+        new = old + (1 - self._decay) * (torch.stack([squared_mean, trace]) - old)
+        self._averages = torch.where(is_usable, new, old)
 
 
 def _record(norms: list[Tensor], gradient: Tensor) -> None:
