@@ -9,8 +9,11 @@ PBS job         ARGS=examples/03_text_lm.py qsub -A ACCOUNT jobs/pbs.sh
 The defaults suit two CPU cores. The options of GPT-2 (124M) on GPUs, with 0.5 million tokens in
 each step of 8 ranks (TOKENS holds train.bin and val.bin: tokens as unsigned 16-bit numbers):
 
-    --model gpt2 --tokens TOKENS --batch-size 12 --accumulate 5 --compile --lr 6e-4 --warmup 2000
-    --steps 600000 --eval-every 2000 --save-every 1000 --checkpoints runs/gpt2
+    --model gpt2 --tokens TOKENS --compile --lr 6e-4 --warmup 2000 --steps 600000
+    --eval-every 2000 --save-every 1000 --checkpoints runs/gpt2
+
+and with 80 GB of memory on each GPU --batch-size 64 --accumulate 1, with 40 GB --batch-size 32
+--accumulate 2. `ddpkit plan` finds the largest batch size of other models and GPUs.
 
 With `--checkpoints FOLDER` the same command resumes a run that was stopped or killed (see
 05_survive.py), and `ddpkit plot FOLDER` draws its loss and speed. Add `--backend gloo`
@@ -209,6 +212,7 @@ class GPT(nn.Module):
         if targets is None:
             return linear(x[:, -1], self.token_embedding.weight)
         scores = linear(x, self.token_embedding.weight)  # the weights are shared, as in GPT-2
+        # Compiled, the float32 scores are never in memory: each is converted where it is used.
         return cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
     def flops_per_token(self) -> float:
@@ -340,9 +344,19 @@ def main() -> int:
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is used on a GPU
         vocabulary = GPT2_VOCABULARY if args.tokens else 256
         model = GPT(vocabulary, args.layers, args.heads, args.width, args.context).to(job.device)
+        bucket_megabytes = 25  # gradients that are exchanged at once; this is DDP's default
         if args.compile:
             model.compile()
-        ddp = DDP(model, device_ids=job.device_ids, gradient_as_bucket_view=True)
+            # Each bucket ends a compiled graph, so that its exchange overlaps with the next graph.
+            # Larger buckets make fewer graphs; one rank exchanges nothing and needs one graph.
+            bucket_megabytes = 100
+            torch._dynamo.config.optimize_ddp = job.world_size > 1
+        ddp = DDP(
+            model,
+            device_ids=job.device_ids,
+            bucket_cap_mb=bucket_megabytes,
+            gradient_as_bucket_view=True,
+        )
         optimizer = make_optimizer(model, args.lr)
         precision = args.precision or fastest_precision(job.device)
         half = torch.float16 if precision == "float16" else torch.bfloat16
@@ -365,6 +379,7 @@ def main() -> int:
                 flops=tokens_per_step * model.flops_per_token(),
                 peak_flops=peak_flops(job.device),
                 last_step=args.steps,
+                every=args.log_every,  # reading a value waits for the GPU
                 print_every=args.log_every,
                 tensorboard=args.tensorboard,
                 wandb=args.wandb,
@@ -383,14 +398,17 @@ def main() -> int:
                 log.info(f"resuming after step {found.step}")
 
         start = time.perf_counter()
-        for step in range(found.step + 1 if found else 1, args.steps + 1):
+        first_step = found.step + 1 if found else 1
+        next_batches = micro_batches(data, first_step, args, job)
+        for step in range(first_step, args.steps + 1):
             lr = learning_rate(step - 1, args)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             with metrics.data_wait():
-                batches = micro_batches(data, step, args, job)
+                batches = next_batches
 
             loss = train_step(ddp, batches, optimizer, scaler, noise, autocast)
+            next_batches = micro_batches(data, step + 1, args, job)  # while the GPU computes
             metrics.log(step, loss=loss, lr=lr)  # reads the loss later: that waits for the GPU
 
             is_last = step == args.steps

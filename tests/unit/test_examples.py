@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -161,3 +162,51 @@ def test_03_has_the_parameters_of_gpt2(text_lm: ModuleType) -> None:
         model = text_lm.GPT(text_lm.GPT2_VOCABULARY, *text_lm.MODELS["gpt2"])
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_373_760  # without biases
     assert model.flops_per_token() == 6 * (124_373_760 - 1024 * 768) + 12 * 12 * 768 * 1024
+
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+
+
+def test_03_reads_no_tensor_between_two_progress_lines(
+        text_lm: ModuleType, run_03: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each read would wait for all that the GPU has been given."""
+    steps, reads, train_step = 0, [], text_lm.train_step
+
+    def count_step(*arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return train_step(*arguments)
+
+    def noted(name: str) -> Callable[..., Any]:
+        read = getattr(torch.Tensor, name)
+
+        def note(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            reads.append((steps, name))
+            return read(tensor, *arguments, **options)
+        return note
+
+    monkeypatch.setattr(text_lm, "train_step", count_step)
+    for name in READS:
+        monkeypatch.setattr(torch.Tensor, name, noted(name))
+    run_03("--steps", "42", "--log-every", "21", "--precision", "bfloat16", "--sample", "0", *SMALL)
+    reads_of_steps = {step: [name for at, name in reads if at == step] for step in range(1, 43)}
+    assert steps == 42 and reads_of_steps.pop(21) and reads_of_steps.pop(42)
+    assert not any(reads_of_steps.values()), reads_of_steps
+
+
+def test_03_compiles_one_graph_for_one_rank(
+        run_03: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training is one graph, evaluation another; hooks that measure the noise scale compile nothing anew."""
+    graphs, compile_module = [], torch.nn.Module.compile
+
+    def count(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(torch.is_grad_enabled())
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_module(module, backend=count))
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)  # restored after the test
+    torch._dynamo.reset()
+    # 5 MB of parameters: several of DDP's buckets
+    run_03("--steps", "21", "--log-every", "21", "--compile", "--sample", "0", "--layers", "12", "--heads", "2",
+           "--width", "96", "--context", "8", "--batch-size", "1")
+    assert graphs.count(True) == 1 and graphs.count(False) == 1
