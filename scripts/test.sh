@@ -2,12 +2,13 @@
 # Runs all checks and tests, and reports at the end what was left out and why.
 #
 #   scripts/test.sh [--install | --quick] [pytest arguments, e.g. -k launchers]
-#   scripts/test.sh --gpu [--nanogpt FOLDER] [pytest arguments]
+#   scripts/test.sh --gpu [correctness | speed] [--nanogpt FOLDER] [pytest arguments, for correctness]
 #   scripts/test.sh --torch VERSION [pytest arguments]
 #
 #   --quick     the checks, and the unit tests that need neither torch nor a launcher
-#   --gpu       the tests that need a GPU, and no checks; writes their figures to docs/performance.md. --nanogpt: a clone
-#               of nanoGPT, to compare example 03 with
+#   --gpu       what needs a GPU, and no checks, in two parts of five minutes each; both, or one of them. Their figures go
+#               to docs/performance.md, also those of an interrupted run. correctness: starts with NCCL, pinning, hangs,
+#               resumes, the stall of a save. speed: example 03 in three sizes. --nanogpt: a clone, to compare it with
 #   --torch     start, kill and resume with this torch, and no checks; makes .venv-torch-VERSION, of 5 GB
 #   --install   as root on Debian or Ubuntu: first install the missing launchers, Slurm and tools with apt-get. Their
 #               daemons are neither started nor enabled. CI=true means the same. Without it nothing outside the
@@ -29,6 +30,7 @@ log() { printf '== %s (%d s)\n' "$*" "$SECONDS"; }
 install=${CI-}
 quick=
 gpu=
+nanogpt=
 torch=
 case "${1-}" in
     --quick)
@@ -41,12 +43,17 @@ case "${1-}" in
         shift
         ;;
     --gpu)
-        gpu=true
+        gpu="correctness speed"
         install=
         shift
+        case "${1-}" in
+            correctness | speed)
+                gpu=$1
+                shift
+                ;;
+        esac
         if [ "${1-}" = --nanogpt ]; then
-            DDPKIT_NANOGPT=$(cd -- "${2:?--nanogpt needs a folder}" && pwd -P)
-            export DDPKIT_NANOGPT
+            nanogpt=$(cd -- "${2:?--nanogpt needs a folder}" && pwd -P)
             shift 2
         fi
         ;;
@@ -207,8 +214,16 @@ if [ -n "$torch" ]; then
 fi
 
 if [ -n "$gpu" ]; then
-    log "tests on GPUs"
-    DDPKIT_GPU_TABLE=$root/docs/performance.md exec "$python" -m pytest -ra -m gpu "$@" tests/gpu
+    status=0
+    for part in $gpu; do
+        log "GPUs: $part"
+        if [ "$part" = correctness ]; then
+            DDPKIT_GPU_TABLE=$root/docs/performance.md "$python" -m pytest -ra -m gpu "$@" tests/gpu || status=$?
+        else
+            "$python" -m tests.bench.speed --page docs/performance.md ${nanogpt:+--nanogpt "$nanogpt"} || status=$?
+        fi
+    done
+    exit "$status"
 fi
 
 # --- checks and tests; all of them run, whatever the ones before found

@@ -45,7 +45,7 @@ class Side:
 
     def __init__(self, folder: Path, script: Path, options: list[str], name: str, threads: int, seed: int = 0,
                  port: int = 0) -> None:
-        self.output = folder / name
+        self.output, self.peak_bytes = folder / name, 0
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
                    "PYTHONPATH": f"{script.parent}:{os.environ.get('PYTHONPATH', '')}"}
         if port:  # nanoGPT uses DDP with these variables
@@ -64,7 +64,8 @@ class Side:
         answer = self._process.stdout.readline()
         if not answer:
             sys.exit(f"{self.output.name} ended:\n{self.output.read_text()[-3000:]}")
-        return float(json.loads(answer))
+        seconds, self.peak_bytes = json.loads(answer)
+        return float(seconds)
 
     def losses(self) -> list[float]:
         return [float(loss) for loss in LOSS.findall(self.output.read_text())]
@@ -89,7 +90,8 @@ def run(seed: int, script: str, options: list[str]) -> None:
         if remaining == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            print(time.perf_counter() - start, file=answers, flush=True)
+            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            print(json.dumps([time.perf_counter() - start, peak]), file=answers, flush=True)
             remaining = int(requests.readline() or os._exit(0))
             start = time.perf_counter()
 
@@ -119,12 +121,12 @@ def write_data(folder: Path) -> None:
     (folder / "data" / "text" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
 
 
-def start(nanogpt: Path, folder: Path, size: dict[str, int], steps: int, args: argparse.Namespace, seed: int = 0,
-          threads: int = 1, log_every: int = 1, is_text: bool = True) -> tuple[Side, Side]:
-    """Start both sides with the same settings. is_text: a vocabulary of 256, otherwise that of GPT-2."""
+def start(nanogpt: Path | None, folder: Path, size: dict[str, int], steps: int, args: argparse.Namespace,
+          seed: int = 0, threads: int = 1, log_every: int = 1, is_text: bool = True) -> list[Side]:
+    """Start both sides with the same settings, or 03 alone. is_text: a vocabulary of 256, otherwise that of GPT-2."""
     warmup, is_gpu = steps // 10, args.device == "cuda"
     data = ["--text", str(folder / "text")] if is_text else ["--tokens", str(folder / "data" / "tokens")]
-    ours = [*data, "--batch-size", str(size["batch"]), "--accumulate", "1", "--lr", "1e-3",
+    ours = [*data, "--batch-size", str(size["batch"]), "--accumulate", str(size.get("accumulate", 1)), "--lr", "1e-3",
             "--steps", str(steps), "--warmup", str(warmup), "--log-every", str(log_every),
             "--eval-every", str(10 * steps), "--seed", str(seed), "--precision", "bfloat16" if is_gpu else "float32",
             *(["--compile"] if args.compile else []), *([] if is_gpu else ["--backend", "gloo"])]
@@ -134,7 +136,8 @@ def start(nanogpt: Path, folder: Path, size: dict[str, int], steps: int, args: a
         "dataset": "text" if is_text else "tokens", "device": args.device, "compile": args.compile,
         "dtype": "bfloat16" if is_gpu else "float32", "n_layer": size["layers"], "n_head": size["heads"],
         "n_embd": size["width"], "block_size": size["context"], "batch_size": size["batch"],
-        "gradient_accumulation_steps": 1, "dropout": 0.0, "bias": False, "learning_rate": 1e-3, "min_lr": 1e-4,
+        "gradient_accumulation_steps": size.get("accumulate", 1), "dropout": 0.0, "bias": False,
+        "learning_rate": 1e-3, "min_lr": 1e-4,
         "max_iters": steps, "lr_decay_iters": steps, "warmup_iters": warmup, "log_interval": log_every,
         "eval_interval": 10 * steps, "eval_iters": 1}
     options = [f"--{name}={value}" for name, value in theirs.items()]
@@ -144,8 +147,10 @@ def start(nanogpt: Path, folder: Path, size: dict[str, int], steps: int, args: a
             for listener in (one, other):
                 listener.bind(("127.0.0.1", 0))
             ports = [one.getsockname()[1], other.getsockname()[1]]
-    return (Side(folder, EXAMPLE, ours, f"03-{seed}", threads, port=ports[0]),
-            Side(folder, nanogpt / "train.py", options, f"nanoGPT-{seed}", threads, seed, ports[1]))
+    sides = [Side(folder, EXAMPLE, ours, f"03-{seed}", threads, port=ports[0])]
+    if nanogpt:
+        sides.append(Side(folder, nanogpt / "train.py", options, f"nanoGPT-{seed}", threads, seed, ports[1]))
+    return sides
 
 
 def compare_speed(nanogpt: Path, folder: Path, args: argparse.Namespace) -> float:

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import killed_at_end
+from tests.gpu.page import write_part
 from utils.host.gpus import count_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = str(ROOT / "tests" / "gpu" / "programs.py")
 TABLE = "DDPKIT_GPU_TABLE"  # the page to write to
-MARKS = re.compile(r"(<!-- gpu -->\n).*?(<!-- end of gpu -->)", re.DOTALL)
+LIMIT_SECONDS = 270.0  # then no further test starts
 QUERY = """\
 import json, os, torch
 cuda = torch.cuda
@@ -53,14 +54,14 @@ class Table:
             else:
                 parameter = test.partition("[")[2].rstrip("]")
                 measured.setdefault(what, []).append(f"{parameter} {figure}".strip())
-        lines = [f"`scripts/test.sh --gpu`, {date}: {self.hardware}.", ""]
+        lines = [f"`scripts/test.sh --gpu correctness`, {date}: {self.hardware}.", ""]
         lines += [f"- {what}: {'; '.join(found)}." for what, found in [*measured.items(), *others.items()]]
         table = "\n".join(lines) + "\n"
-        text = page.read_text(encoding="utf-8")
-        page.write_text(MARKS.sub(lambda found: found[1] + table + found[2], text), encoding="utf-8")
+        write_part(page, "correctness", table)
 
 
 this_run = Table()
+beginning = time.monotonic()
 
 
 @pytest.fixture(scope="session")
@@ -141,16 +142,18 @@ def torchrun(ranks: int, *words: str) -> list[str]:
     return [*agent, PROGRAMS, *words]
 
 
+def pytest_runtest_setup() -> None:
+    if TABLE in os.environ and time.monotonic() > beginning + LIMIT_SECONDS:
+        pytest.skip("the five minutes were over: scripts/test.sh --gpu correctness -k NAME")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    name = report.nodeid.partition("test_gpu.py::")[2]
+    name = report.nodeid.partition("test_correctness.py::")[2]
     if name and report.skipped:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         this_run.rows.append((name, "not measured", reason.removeprefix("Skipped: ")))
     elif name and report.when == "call" and (report.failed or name not in {test for test, _, _ in this_run.rows}):
         this_run.rows.append((name, "passed" if report.passed else "FAILED", ""))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
     page = os.environ.get(TABLE)
-    if page and this_run.hardware:
+    if page and this_run.hardware:  # after each test: an interrupted run keeps what is done
         this_run.write(Path(page), datetime.date.today())

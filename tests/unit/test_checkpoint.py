@@ -31,7 +31,7 @@ def test_a_save_runs_while_the_training_continues(tmp_path: Path, monkeypatch: p
 
 
 def check_save_beside_training(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for tests/gpu/test_gpu.py."""
+    """Also for tests/gpu/test_correctness.py."""
     go = threading.Event()
     monkeypatch.setattr(disk, "system", slow_disk(lambda: go.wait(30)))
     x, numbers = torch.zeros(50_000_000 if device == "cuda" else 1000, device=device), [1]

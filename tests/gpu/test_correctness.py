@@ -113,21 +113,12 @@ def test_no_rank_has_a_context_on_a_gpu_of_another(gpus: list[str], ranks: int, 
 
 
 @pytest.mark.parametrize("program", ["train", "compiled"])
-def test_bf16_training_follows_single_precision(program: str, ranks: int, record: Record) -> None:
+def test_bf16_training_follows_single_precision(program: str, ranks: int) -> None:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     has_compiler = any(map(shutil.which, ("cc", "gcc", "clang"))) and header.exists()
     if program == "compiled" and not has_compiler:
         pytest.skip(f"needs a C compiler and {header}: Triton compiles with them")
-    for name, one in figures(*run(torchrun(ranks, program), seconds=400))[program].items():
-        record("GPT-2 124M, tokens/s per GPU", f"{name} {one['tokens_per_second']:,.0f}")
-
-
-def test_memory_is_that_of_the_plan(gpus: list[str], record: Record) -> None:
-    found = figures(*run(torchrun(1, "memory")))["memory"]
-    measured, predicted = found["measured"], found["predicted"]
-    record("peak memory of GPT-2 124M, AdamW, DDP",
-           f"{measured / GB:.2f} GB, predicted {predicted / GB:.2f} GB ({predicted / measured - 1:+.1%})")
-    assert 0.9 < predicted / measured < 1.1
+    assert set(figures(*run(torchrun(ranks, program)))[program]) == {"fp32", "bf16"}
 
 
 def test_checkpoint_stalls_less_than_torch_save_and_resumes_with_the_same_bits(
@@ -197,14 +188,3 @@ def test_ranks_run_on_the_cores_of_their_gpu(ranks: int, record: Record) -> None
     for rank in known:
         assert set(rank["cpus"]) <= near[rank["node"]], rank
     record("NUMA nodes of the GPUs", ", ".join(str(rank["node"]) for rank in known))
-
-
-def test_example_03_against_nanogpt(gpus: list[str], record: Record) -> None:
-    folder = os.environ.get("DDPKIT_NANOGPT")
-    if not folder:
-        pytest.skip("needs nanoGPT: scripts/test.sh --gpu --nanogpt FOLDER")
-    options = ["--device", "cuda", "--compile", "--steps", "50", "--seeds", "0"]
-    status, output = run([sys.executable, "tests/bench/nanogpt.py", folder, *options], seconds=300)
-    ratio = re.search(r"median ratio .*", output)
-    assert status == 0 and ratio, output
-    record("03 against nanoGPT, compiled bfloat16, tokens per second", ratio[0])
