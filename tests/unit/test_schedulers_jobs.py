@@ -171,7 +171,16 @@ def test_many_pbs_jobs_are_queried_at_once(commands: Commands, history: bool) ->
         commands.add("qstat", error="qstat: PBS is not configured to maintain job history\n", status=36, when="-x")
     found = Pbs().statuses(["7", "8.server"])
     assert (found["7"].state, found["8.server"].state) == ("failed" if history else "running", "unknown")
-    assert len(commands.calls("qstat")) == 2 - history
+    assert len(commands.calls("qstat")) == 3 - history
+
+
+def test_many_pbs_jobs_are_found_where_qstat_prints_one(commands: Commands) -> None:
+    """OpenPBS after 2023 prints the JSON of the first job only, and exits with 0."""
+    job_ids = [f"{number}.server" for number in range(4, 8)]
+    for job_id in reversed(job_ids):
+        commands.add("qstat", pbs_job({"job_state": "H"}, job_id), when=job_id)
+    found = Pbs().statuses(job_ids)
+    assert [found[job_id].state for job_id in job_ids] == ["held"] * 4
 
 
 @pytest.mark.parametrize(("record", "expected"), [

@@ -208,16 +208,24 @@ def _query_status(job_id: str) -> Status:
 def _query_known(job_ids: Sequence[str]) -> dict[str, Fields]:
     """Return the records of those jobs that the server knows; qstat reports unknown ones as errors.
 
-    Only the number of an id need be the same: the server may have another name.
+    Only the number of an id need be the same: the server may have another name. OpenPBS after 2023
+    prints the first known job only, so the others are asked for until none of them is known.
     """
-    jobs: dict[str, Fields] = {}
+    known: dict[str, Fields] = {}
     for options in (["-x", "-f"], ["-f"]):  # where it keeps no history, -x is an error, or empty
-        jobs = jobs or query_objects(
-            "Jobs", "qstat", *options, *job_ids, accepted_statuses=(0, *MISSING_JOBS)
-        )
-    numbers = {name.partition(".")[0]: job for name, job in jobs.items()}
-    known = {job_id: jobs.get(job_id, numbers.get(job_id)) for job_id in job_ids}
-    return {job_id: job for job_id, job in known.items() if job is not None}
+        while missing := [job_id for job_id in job_ids if job_id not in known]:
+            jobs = query_objects(
+                "Jobs", "qstat", *options, *missing, accepted_statuses=(0, *MISSING_JOBS)
+            )
+            numbers = {name.partition(".")[0]: job for name, job in jobs.items()}
+            found = {job_id: jobs.get(job_id, numbers.get(job_id)) for job_id in missing}
+            new = {job_id: job for job_id, job in found.items() if job is not None}
+            if not new:
+                break
+            known.update(new)
+        if known:
+            break
+    return known
 
 
 def _status_of(job_id: str, job: Fields | None) -> Status:
