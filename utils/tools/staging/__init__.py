@@ -1,6 +1,27 @@
 """Start ranks from copies of their packages on each node: `ddpkit launch --stage`.
 
-packages.py lists what is staged, archive.py packs it, distribute.py brings the archive to the
-nodes, node_copy.py keeps the copy of a node, and start.py becomes the program of a rank there. Only
-the standard library is used: the last two run by a Python without site-packages.
+packages.py lists what is staged, index.py finds whether it has changed, archive.py packs it, and
+distribute.py brings the archive to the nodes. There, start.py becomes the program of a rank, with
+a copy that node_copy.py keeps: unpack.py makes it, marker.py checks it, room.py removes it. Only
+the standard library is used: a Python without site-packages runs these.
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StagingError(Exception):
+    """The packages cannot be staged; the message has what was found and what to do."""
+
+
+class Archive(NamedTuple):
+    """A packed environment. members: a hash over the list of members."""
+
+    key: str
+    path: str
+    size: int  # bytes of the archive
+    files: int  # in it, links included
+    members: str
+    prefix: str = ""
+    also: tuple[str, ...] = ()  # folders in it besides those of the environment

@@ -8,30 +8,23 @@ import hashlib
 import io
 import json
 import os
+import shutil
+import signal
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from types import FrameType
+from typing import NoReturn
 
-from .packages import Environment, Member, StagingError, key_of, members_of
+from . import Archive, StagingError
+from .index import find_key
+from .packages import Environment, Member, members_of
 
 CHUNK_BYTES = 1 << 20
 _LINE_SECONDS = 10.0  # between two lines of progress
 _OLD_SECONDS = 24 * 3600.0  # an archive of another content, which no launch reads any more
 _TYPES = {"file": tarfile.REGTYPE, "link": tarfile.SYMTYPE, "folder": tarfile.DIRTYPE}
-
-
-class Archive(NamedTuple):
-    """A packed environment. members: a hash over the list of members."""
-
-    key: str
-    path: str
-    size: int  # bytes of the archive
-    files: int  # in it, links included
-    members: str
-    prefix: str = ""
-    also: tuple[str, ...] = ()  # folders in it besides those of the environment
 
 
 def line_of(info: tarfile.TarInfo) -> bytes:
@@ -46,9 +39,9 @@ def get_archive(environment: Environment, note: Callable[[str], None]) -> Archiv
 
     note: prints a line of progress.
     """
-    key = key_of(environment)
     folders = _cache_folders(environment)
     owners = {os.geteuid(), os.stat(environment.prefix).st_uid}
+    key = find_key(environment, folders, owners)
     for folder in folders:
         kept = _kept(folder, key, owners)
         if kept is not None:
@@ -57,7 +50,7 @@ def get_archive(environment: Environment, note: Callable[[str], None]) -> Archiv
     for folder in folders:
         try:
             os.makedirs(folder, mode=0o755, exist_ok=True)
-            with _locked(os.path.join(folder, f"{key}.lock")):
+            with _locked(os.path.join(folder, f"{key}.lock")), cleanup_at_signals():
                 kept = _kept(folder, key, owners)  # packed by another launch meanwhile
                 return kept or _pack(environment, key, folder, note)
         except OSError as error:
@@ -98,14 +91,39 @@ def _locked(path: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def cleanup_at_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise, for what removes temporary files, and end the process after."""
+    received = []
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        received.append(number)
+        raise SystemExit
+
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    ]
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        if received:
+            os.kill(os.getpid(), received[0])
+
+
 def _pack(environment: Environment, key: str, folder: str, note: Callable[[str], None]) -> Archive:
     _remove_old(folder)
     start = shown = time.monotonic()
     note(f"staging: packing {', '.join(source for source, _ in environment.staged)}")
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{key}-", dir=folder)
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{key}-", dir=folder) as temporary:
         digest, count = hashlib.sha256(), 0
-        with os.fdopen(descriptor, "wb", buffering=CHUNK_BYTES) as file:
+        with open(f"{temporary}/tar", "wb", buffering=CHUNK_BYTES) as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar:
                 tar.copybufsize = CHUNK_BYTES  # type: ignore[attr-defined]
                 for member in members_of(environment):
@@ -117,20 +135,15 @@ def _pack(environment: Environment, key: str, folder: str, note: Callable[[str],
                     tar.members.clear()  # type: ignore[attr-defined]  # it would hold all of them
             file.flush()
             size = file.tell()
-        os.chmod(temporary, 0o644)
         archive = Archive(
             key, os.path.join(folder, f"{key}.tar"), size, count, digest.hexdigest(),
             environment.prefix, environment.also,
         )  # fmt: skip
-        os.replace(temporary, archive.path)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as text:
+        with open(f"{temporary}/json", "w", encoding="utf-8") as text:
             json.dump(archive._asdict(), text)
-        os.chmod(text.name, 0o644)
-        os.replace(text.name, os.path.join(folder, f"{key}.json"))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+        for name in ("tar", "json"):
+            os.chmod(f"{temporary}/{name}", 0o644)
+            os.replace(f"{temporary}/{name}", os.path.join(folder, f"{key}.{name}"))
     seconds = time.monotonic() - start
     note(f"staging: packed {count} files, {size / 1e6:.0f} MB, in {seconds:.1f} s: {archive.path}")
     return archive
@@ -139,11 +152,12 @@ def _pack(environment: Environment, key: str, folder: str, note: Callable[[str],
 def _add(tar: tarfile.TarFile, member: Member) -> tarfile.TarInfo:
     info = tarfile.TarInfo(member.name)
     info.type, info.mode = _TYPES[member.kind], member.mode
-    info.mtime = member.mtime_ns // 10**9  # the second, which compiled modules record
+    if member.kind != "folder":  # one changes its time when Python compiles a module in it
+        info.mtime = member.mtime_ns // 10**9  # the second, which compiled modules record
     if member.kind == "link":
         info.linkname = member.text
         tar.addfile(info)
-    elif member.kind == "file" and member.source:
+    elif member.kind == "file" and not member.text:
         info.size = member.size
         with open(member.source, "rb") as source:
             tar.addfile(info, source)
@@ -161,4 +175,4 @@ def _remove_old(folder: str) -> None:
         for entry in entries:
             with contextlib.suppress(OSError):
                 if entry.stat(follow_symlinks=False).st_mtime < oldest:
-                    os.unlink(entry.path)
+                    shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)

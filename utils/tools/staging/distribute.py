@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,9 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ...host.process import import_path
-from .archive import Archive, get_archive
+from . import Archive, StagingError
+from .archive import get_archive
 from .node_copy import candidates, is_kept
-from .packages import StagingError, find_environment
+from .packages import find_environment
 
 
 def stage(
@@ -45,7 +45,7 @@ def stage(
         if own_host not in hosts or not is_kept(archive.key, folders):
             received = _broadcast(archive, folders[0], len(hosts), environ, note)
     order = {
-        "archive": archive,
+        "archive": tuple(archive),
         "python": python,
         "stage_dir": stage_dir,
         "received": received,
@@ -53,9 +53,8 @@ def stage(
         "launch": f"{os.getpid()}-{os.urandom(6).hex()}",
     }
     root, name = import_path(__name__, __file__)
-    start = f"{name.rpartition('.')[0]}.start import main; sys.exit(main(sys.argv[1:]))"
-    code = f"import sys; sys.path.insert(0, {root!r}); from {start}"
-    return [python, "-I", "-S", "-c", code, json.dumps(order)]
+    start = f"{name.rpartition('.')[0]}.start import main; sys.exit(main({order!a}, sys.argv[1:]))"
+    return [python, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {root!a}); from {start}"]
 
 
 def _broadcast(

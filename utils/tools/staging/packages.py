@@ -12,9 +12,11 @@ import json
 import os
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from . import StagingError
 
 _PROBE_SECONDS = 120.0
 _THREADS = 8  # a parallel file system answers many at once
@@ -25,15 +27,14 @@ import json, site, sys
 folders = site.getsitepackages()
 if site.ENABLE_USER_SITE:
     folders.append(site.getusersitepackages())
-print("\nddpkit-stage " + json.dumps({
+found = {
     "version": sys.version, "short": "%d.%d" % sys.version_info[:2], "prefix": sys.prefix,
     "base": getattr(sys, "_base_executable", None) or sys.executable,
-    "folders": [entry for entry in sys.path if entry in folders]}))
+    "folders": [entry for entry in sys.path if entry in folders]}
 """
-
-
-class StagingError(Exception):
-    """The packages cannot be staged; the message has what was found and what to do."""
+_PRINT = r"""
+print("\nddpkit-stage " + json.dumps(found))
+"""
 
 
 class Environment(NamedTuple):
@@ -56,7 +57,7 @@ class Environment(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A member of the archive. text: the target of a link, or the content of a new file."""
+    """A member of the archive. text: the target of a link, or a content other than the source's."""
 
     name: str
     kind: str  # "file", "link" or "folder"
@@ -73,33 +74,55 @@ def find_environment(python: str, also: Sequence[str]) -> Environment:
     for folder in also:
         if not os.path.isdir(folder):
             raise StagingError(f"--stage-also {folder} is not a folder. Correct it")
-    try:
-        done = subprocess.run(
-            [python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise StagingError(f"{python} does not start: {error}. Check it") from None
-    line = next((line for line in done.stdout.split("\n") if line.startswith("ddpkit-stage ")), "")
-    if not line:
-        problem = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise StagingError(f"{python} does not list its packages ({problem}). Check it")
-    found = json.loads(line.partition(" ")[2])
+    found = _describe(python)
     folders = tuple(filter(os.path.isdir, dict.fromkeys(found.pop("folders"))))
     if not folders:
         raise StagingError(f"{python} has no folder of packages. Use that of an environment")
     return Environment(**found, folders=folders, also=also)
 
 
-def key_of(environment: Environment) -> str:
+def _describe(python: str) -> dict[str, Any]:
+    """Return the fields of an Environment, but also; of this process where that is its Python."""
+    isolated = sys.flags.no_site or sys.flags.no_user_site or sys.flags.ignore_environment
+    if python == sys.executable and not isolated:
+        names: dict[str, Any] = {}
+        exec(_PROBE, names)  # the same lines as in another Python, without the time to start one
+        return dict(names["found"])
+    words = [python, "-c", _PROBE + _PRINT]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_PROBE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StagingError(f"{python} does not start: {error}. Check it") from None
+    line = next((line for line in done.stdout.split("\n") if line.startswith("ddpkit-stage ")), "")
+    if not line:
+        problem = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise StagingError(f"{python} does not list its packages ({problem}). Check it")
+    return dict(json.loads(line.partition(" ")[2]))
+
+
+def name_of(environment: Environment) -> str:
+    """Return a hash over which folders are staged, whatever they hold."""
+    return _hash(environment).hexdigest()[:24]
+
+
+def key_of(environment: Environment, visit: Callable[[Member], None]) -> str:
     """Return a hash over names, sizes and times of all that is staged.
 
     Compiled modules are left out: the first program that imports a module writes them.
+
+    visit: called with each member.
     """
-    digest = hashlib.sha256(json.dumps([_FORMAT, *environment]).encode())
+    digest = _hash(environment)
     for folder, name in environment.staged:
         for member in _walk(folder, name, compiled=False):
-            digest.update(repr((member.name, member.text, member.size, member.mtime_ns)).encode())
+            time = 0 if member.kind == "folder" else member.mtime_ns
+            digest.update(repr((member.name, member.text, member.size, time)).encode())
+            visit(member)
     return digest.hexdigest()[:24]
+
+
+def _hash(environment: Environment) -> hashlib._Hash:
+    return hashlib.sha256(json.dumps([_FORMAT, *environment]).encode())
 
 
 def members_of(environment: Environment) -> Iterator[Member]:
@@ -147,12 +170,14 @@ def _names(folder: str) -> list[str]:
 
 def _walk(folder: str, name: str, *, compiled: bool) -> Iterator[Member]:
     """Yield the members of a folder: those of each of its entries at a time, in order."""
-    yield Member(name, "folder", mode=0o755)
+    yield Member(name, "folder", folder, mtime_ns=os.stat(folder).st_mtime_ns, mode=0o755)
     top = _entries(folder, name, folder, compiled)
     for member in top:
         if member.kind != "folder":
             yield _with_absolute_paths(member, folder) if member.name.endswith(".pth") else member
     folders = [member for member in top if member.kind == "folder"]
+
+    from concurrent.futures import ThreadPoolExecutor  # slow to load, and seldom needed
 
     def below(member: Member) -> list[Member]:
         return list(_below(member, folder, compiled))
@@ -173,7 +198,7 @@ def _with_absolute_paths(member: Member, folder: str) -> Member:
         if line.lstrip().startswith("..") and os.path.exists(path):
             lines[number] = path
     text = "".join(f"{line}\n" for line in lines)
-    return Member(member.name, "file", "", text, 0, member.mtime_ns, member.mode)
+    return member._replace(text=text)
 
 
 def _below(folder: Member, root: str, compiled: bool) -> Iterable[Member]:
@@ -209,9 +234,9 @@ def _member(entry: os.DirEntry[str], name: str, root: str) -> Member | None:
         real = os.path.normpath(os.path.join(os.path.dirname(entry.path), target))
         inside = not os.path.isabs(target) and real.startswith(root + os.sep)
         return Member(name, "link", text=target if inside else real)
-    if entry.is_dir():
-        return Member(name, "folder", entry.path, mode=0o755)
     status = entry.stat(follow_symlinks=False)
+    if entry.is_dir():
+        return Member(name, "folder", entry.path, mtime_ns=status.st_mtime_ns, mode=0o755)
     if not stat.S_ISREG(status.st_mode):
         return None
     mode = stat.S_IMODE(status.st_mode) & 0o777 | 0o600

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from ...effects import STAGED
-from .archive import Archive
-from .node_copy import candidates, moved_folders, prepare
-from .packages import StagingError
+from . import Archive, StagingError
+from .marker import moved_folders
+from .node_copy import candidates, prepare
 
 # Caches that programs would have in a home folder, and the folder of each in the copy.
 _CACHES = {
@@ -28,32 +27,34 @@ _CACHES = {
 _SHEBANG_BYTES = 512
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(order: Mapping[str, Any], words: list[str]) -> int:
     """Prepare the copy, then become the program; return a status where that is not possible.
 
-    arguments: what distribute.stage() gives, as JSON, and the words of the program.
+    order: of distribute.stage(). words: of the program.
     """
-    began, order = time.monotonic(), json.loads(arguments[0])
-    words = list(arguments[1:])
+    began = time.monotonic()
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     archive, python = Archive(*order["archive"]), order["python"]
     folders = candidates(order["stage_dir"], os.environ)
+    if order["stage_dir"]:
+        with suppress(OSError):  # prepare() has the reason
+            os.makedirs(folders[0], exist_ok=True)
     try:
         copy = prepare(archive, _received(order["received"]), folders, order["launch"])
         words = use(copy.path, archive, python, words, os.environ)
         if os.environ.get("RANK", "0") == "0" and copy.made_in:
-            _print(f"staging: {copy.path} made in {copy.made_in:.1f} s on {socket.gethostname()}")
+            _print(f"staging: {copy.path} made in {copy.made_in:.1f} s on {os.uname().nodename}")
     except (StagingError, OSError) as error:
         if first:
             _print(
-                f"warning: on {socket.gethostname()} the packages are not staged ({error}). The "
+                f"warning: on {os.uname().nodename} the packages are not staged ({error}). The "
                 "ranks there use the shared ones. Make space, or name a local folder: --stage-dir"
             )
     if first and order["received"]:
         with suppress(OSError):
             os.unlink(order["received"])
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and not every program does
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, unlike most programs
+        signal.signal(number, signal.SIG_DFL)
     os.environ[STAGED] = f"{order['seconds']:.1f}+{time.monotonic() - began:.1f}"
     try:
         os.execvp(words[0], words)

@@ -1,0 +1,107 @@
+"""Find the key of an environment without a walk over its files, where nothing in it has changed.
+
+The index has the time of each folder, and the time and size of each file that Python may load. New,
+removed and renamed files change the time of their folder. C headers and stubs of types are half of
+all files: one of them that is edited in place is not noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
+
+from .packages import Environment, Member, key_of, name_of
+
+_NOT_LOADED = (".h", ".hpp", ".cuh", ".pyi")
+_TRIED = 50  # files, to learn how long one takes
+_SLOW_SECONDS = 50e-6  # for one file: from here on threads are worth their time
+_THREADS = 16  # a parallel file system answers many at once
+_SETTLED_NS = 2 * 10**9  # a younger file may change again without another time
+
+
+def find_key(environment: Environment, folders: Sequence[str], owners: set[int]) -> str:
+    """Return the key of an environment, from an index in one of these folders if it still holds."""
+    name = f"{name_of(environment)}.index"
+    for folder in folders:
+        with suppress(OSError, ValueError):
+            with open(os.path.join(folder, name), "rb") as file:
+                if os.fstat(file.fileno()).st_uid not in owners:
+                    continue
+                header, *paths = file.read().split(b"\0")
+            key, digest, count = header.decode("ascii").split()
+            if digest == _digest(paths[: int(count)], paths[int(count) :]):
+                os.utime(os.path.join(folder, name))
+                return key
+    return _walk(environment, [os.path.join(folder, name) for folder in folders])
+
+
+def _walk(environment: Environment, indexes: Sequence[str]) -> str:
+    """Return the key of an environment by a walk over all its files; write an index."""
+    paths: tuple[list[bytes], list[bytes]] = ([], [])
+    numbers: tuple[array[int], array[int]] = (array("q"), array("q"))
+
+    def visit(member: Member) -> None:
+        is_folder = member.kind == "folder"
+        if not is_folder and (member.kind == "link" or member.source.endswith(_NOT_LOADED)):
+            return
+        paths[not is_folder].append(os.fsencode(member.source))
+        numbers[not is_folder].append(member.mtime_ns)
+        if not is_folder:
+            numbers[1].append(member.size)
+
+    start = time.time_ns()
+    key = key_of(environment, visit)
+    if (
+        max(numbers[0]) < start - _SETTLED_NS
+        and max(numbers[1][::2], default=0) < start - _SETTLED_NS
+    ):
+        digest = hashlib.sha256(numbers[0].tobytes() + numbers[1].tobytes()).hexdigest()
+        header = f"{key} {digest} {len(paths[0])}".encode("ascii")
+        for index in indexes:
+            with suppress(OSError):
+                _write(index, b"\0".join([header, *paths[0], *paths[1]]))
+                break
+    return key
+
+
+def _write(path: str, content: bytes) -> None:
+    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=".index-", dir=os.path.dirname(path))
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            os.fchmod(descriptor, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _digest(folders: Sequence[bytes], files: Sequence[bytes]) -> str:
+    """Return a hash over the times of folders, and the times and sizes of files. Raises OSError."""
+    times = [status.st_mtime_ns for status in _status(folders)]
+    both = [(status.st_mtime_ns, status.st_size) for status in _status(files)]
+    numbers = array("q", [*times, *chain.from_iterable(both)])
+    return hashlib.sha256(numbers.tobytes()).hexdigest()
+
+
+def _status(paths: Sequence[bytes]) -> Iterable[os.stat_result]:
+    """Return the status of each file: by one thread, unless the file system is slow."""
+    seconds = []
+    for path in paths[:_TRIED]:
+        start = time.perf_counter()
+        os.lstat(path)
+        seconds.append(time.perf_counter() - start)
+    if not seconds or sorted(seconds)[len(seconds) // 2] < _SLOW_SECONDS:
+        return map(os.lstat, paths)
+    from concurrent.futures import ThreadPoolExecutor  # slow to load, and seldom needed
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(os.lstat, paths))

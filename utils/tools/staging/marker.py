@@ -1,0 +1,75 @@
+"""Whether a copy on a node still has all its files: a marker in it records how many."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from . import Archive
+
+MARKER = ".ddpkit-complete"  # its time: when a launch has last used the copy
+_COUNTED = ("lib", "packages", "also")
+
+
+def is_complete(copy: str) -> bool:
+    """Return whether no folder of a copy has lost files: a node may clean its /tmp.
+
+    Only folders that have changed since the marker was written are read again.
+    """
+    lines, changed = [], False
+    try:
+        with open(os.path.join(copy, MARKER), encoding="utf-8", errors="surrogateescape") as file:
+            recorded = file.read().split("\0")
+        for line in recorded:
+            modified, count, name = line.split(" ", 2)
+            folder = os.path.join(copy, name)
+            now = os.lstat(folder).st_mtime_ns
+            if now != int(modified):  # Python may have compiled a module in it
+                if len(_files_in(folder)[0]) < int(count):
+                    return False
+                line, changed = f"{now} {count} {name}", True
+            lines.append(line)
+    except (OSError, ValueError):
+        return False
+    if changed:
+        with suppress(OSError):  # the disk is full
+            _write_marker(copy, lines)
+    return True
+
+
+def write_marker(copy: str) -> None:
+    """Record each folder of a copy: when it was changed, and how many files are in it."""
+    lines, folders = [], list(_COUNTED)
+    while folders:
+        name = folders.pop()
+        path = os.path.join(copy, name)
+        modified = os.lstat(path).st_mtime_ns
+        files, inner = _files_in(path)
+        lines.append(f"{modified} {len(files)} {name}")
+        folders.extend(f"{name}/{each}" for each in inner)
+    _write_marker(copy, lines)
+
+
+def _write_marker(copy: str, lines: Sequence[str]) -> None:
+    path = os.path.join(copy, MARKER)
+    with open(f"{path}-new", "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write("\0".join(lines))
+    os.rename(f"{path}-new", path)
+
+
+def _files_in(folder: str) -> tuple[list[str], list[str]]:
+    """Return the names of files and links in a folder, and of folders but __pycache__."""
+    files, folders = [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                files.append(entry.name)
+            elif entry.name != "__pycache__":
+                folders.append(entry.name)
+    return files, folders
+
+
+def moved_folders(copy: str, archive: Archive) -> dict[str, str]:
+    """Return each folder of --stage-also, and where it is in a copy."""
+    return {folder: f"{copy}/also/{number}" for number, folder in enumerate(archive.also)}
