@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.scheduler_commands import pbs_recording
 from tests.unit.submission import Ended, Login, Scripted, use_scheduler
 from utils.job import exclude_file
 from utils.job.commands import SchedulerError
@@ -115,6 +116,10 @@ def test_scheduler_that_is_down_is_queried_again(chain: Submission, job: InJob, 
     assert capfd.readouterr().err.splitlines() == [
         "ddpkit submit: scontrol does not respond Trying again for 1 s.", "ddpkit submit: job 1: running",
         "ddpkit submit: job 1: completed, exit status 0"]
+    two_lines = pbs_recording("commands/err_server_down_qstat_json")["stderr"]
+    assert "\n" in two_lines.strip()
+    assert follow(chain, [SchedulerError(two_lines), DONE]) == 0
+    assert len(capfd.readouterr().err.splitlines()) == 2
     with pytest.raises(SchedulerError):
         follow(chain, DOWN)
     capfd.readouterr()

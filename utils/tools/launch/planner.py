@@ -158,8 +158,8 @@ def _choose_hosts(options: Options, allocation: Allocation | None, host_info: Ho
 
     if spares and allocation is not None and allocation.outlives_host is False:
         notes.append(
-            f"PBS may end {job_name(allocation)} when a host fails: it was submitted without "
-            "-W tolerate_node_failures=all. Submit with it, where the site allows that"
+            f"{job_name(allocation)} may end when one of its hosts fails: it was submitted "
+            "without -W tolerate_node_failures=all. Submit with it, where the site allows that"
         )
     names, ranks, cores, gpus = zip(*chosen, strict=True)
     one_per_gpu = (

@@ -122,7 +122,8 @@ def _follow_one(
             if now - failing_since >= NO_RESPONSE_SECONDS:
                 raise
             if now >= silent_until:  # a server that restarts responds and fails in turns
-                note(f"{error} Trying again for {NO_RESPONSE_SECONDS:.0f} s.")
+                in_one_line = " ".join(str(error).split("\n"))
+                note(f"{in_one_line} Trying again for {NO_RESPONSE_SECONDS:.0f} s.")
                 silent_until = now + NO_RESPONSE_SECONDS
         else:
             line = describe(status)
