@@ -88,7 +88,9 @@ def test_spare_hosts_take_the_places_of_failed_and_of_listed_ones(tmp_path: Path
     listed = tmp_path / "bad hosts"
     exclude_file.add(listed, {"n2": "", "n1": "", "n3": ""})
     known = {**PBS, exclude_file.VARIABLE: str(listed)}
-    assert hosts_of(make(job("pbs", ranks), known, spare=1)) == ("n2 n3 n4", "")  # one of them; no spare is left
+    plan = make(job("pbs", ranks), known, spare=1)
+    assert hosts_of(plan) == ("n2 n3 n4", "")  # one of them; no spare is left
+    assert next(describe(plan)).endswith("; left out: n1")
     assert hosts_of(make(job("pbs", ranks), known)) == ("n1 n2 n3 n4", "")
 
 

@@ -360,5 +360,7 @@ def describe(plan: Plan) -> Iterator[str]:
     ) * plan.one_per_gpu
     spares = f"; spare: {', '.join(plan.spares[:_SHOWN])}" if plan.spares else ""
     spares += f" and {len(plan.spares) - _SHOWN} more" if len(plan.spares) > _SHOWN else ""
+    if plan.options.without:  # listed as bad by earlier jobs
+        spares += f"; left out: {', '.join(plan.options.without[:_SHOWN])}"
     yield f"{ranks} on {hosts} {plan.method.describe()}".rstrip() + agents + spares + per_gpu
     yield from plan.notes
