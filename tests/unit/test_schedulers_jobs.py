@@ -192,6 +192,8 @@ def test_many_pbs_jobs_are_found_where_qstat_prints_one(commands: Commands) -> N
         # PBS gives these two the substate of success:
         ("depend/depend_on_unknown_job", "never_ran", None), ("flow/depend_after_failure", "never_ran", None))),
     ({**pbs_record("exitcodes/exit7"), "Exit_status": 75}, {"state": "stopped", "exit_code": 75}),
+    # Its script has ended well, and one of its hosts, which a spare has replaced, does not respond:
+    ({**pbs_record("exitcodes/exit0"), "substate": 93}, {"state": "completed", "exit_code": 0}),
     ({"job_state": "R", "Output_Path": "head.pbs.lab:/home/a b.log"}, {"output": "/home/a b.log"}),
     ({"job_state": "R", "Output_Path": "head:/nowhere/"}, {"output": "/nowhere/79[2].s.OU"}),
     (pbs_recording("commands/queued_never_run")["Jobs"].popitem()[1], {

@@ -23,7 +23,7 @@ from .scheduler import Queue, Scheduler, State, Status, state_of_exit
 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]^*~-]+")  # qsub reads these as they are
 _MAIL = {"begin": "b", "end": "e", "fail": "a"}  # a: PBS has ended the job
-_DELETED, _SUCCEEDED = 91, 92  # substates of a finished job
+_DELETED = 91  # substate of a finished job. That of failure is also set where a host is lost
 _TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
 _CANNOT_EXCLUDE = "PBS cannot exclude a host. For other hosts give a -l select with host=NAME"
 
@@ -280,8 +280,6 @@ def _end(job: Fields, comment: str) -> tuple[State, str]:
         return _PBS_ENDS[exit_status]
     if exit_status < 0:
         return "failed", f"PBS ended it (Exit_status {exit_status}). {comment}".strip()
-    if exit_status == 0 and substate != _SUCCEEDED:
-        return "failed", comment
     return state_of_exit(exit_status), comment
 
 
