@@ -238,6 +238,14 @@ def test_a_half_written_copy_is_made_again(shared: Shared) -> None:
     assert shared.uses_copy(ranks) and shared.copies == [copy], output
 
 
+def test_what_a_killed_process_left_of_another_copy_is_removed(shared: Shared) -> None:
+    shared.launch()
+    half = shared.root / "0123456789abcdef-half"
+    (half / "lib").mkdir(parents=True)
+    ranks, _ = shared.launch()
+    assert shared.uses_copy(ranks) and not half.exists()
+
+
 def test_a_torn_archive_is_packed_again(shared: Shared) -> None:
     shared.launch()
     archive, = (shared.folder / "env" / ".ddpkit-stage").glob("*.tar")

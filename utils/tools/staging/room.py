@@ -31,6 +31,7 @@ def make_room(root: str, archive: Archive) -> None:
 
 def remove_old(root: str, copy: str) -> None:
     """Remove copies that were not used for long, then the oldest beyond their share of the disk."""
+    _remove_halves(root)
     others = _others(root, os.path.basename(copy))
     for used, key in list(others):
         if used < time.time() - _OLD_SECONDS:
@@ -53,6 +54,21 @@ def _others(root: str, key: str) -> list[tuple[float, str]]:
             used = os.stat(marker).st_mtime if os.path.exists(marker) else 0.0
             found.append((used, name))
     return sorted(found)
+
+
+def _remove_halves(root: str) -> None:
+    """Remove what a killed process has left of a copy that it made or removed."""
+    for name in os.listdir(root):
+        key, hyphen, _ = name.partition("-")
+        if not hyphen:
+            continue
+        with suppress(OSError):
+            lock = os.open(os.path.join(root, f"{key}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _remove(root: str, key: str) -> None:
