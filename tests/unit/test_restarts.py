@@ -12,8 +12,9 @@ from tests.unit.test_launch_command import launch
 from utils.job import exclude_file
 from utils.launch_report import Failure
 from utils.tools.launch.launch_plan import Plan, PlanError
+from utils.tools.launch.launch_result import Ended, LaunchResult
 from utils.tools.launch.planner import describe
-from utils.tools.launch.restarts import Attempt, decide
+from utils.tools.launch.restarts import Attempt, Restarts, decide
 
 
 def failure(kind: str, text: str = "rank 1 on n2 failed: ValueError: bad batch 17", rank: int | None = 1,
@@ -146,3 +147,23 @@ def test_a_spare_needs_a_job_of_several_hosts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = launch("--spare", "1", "train.py", folder=tmp_path)
     assert done.returncode == 2 and "--spare is 1, but the ranks run on this host alone" in done.stderr
+
+
+def test_a_host_is_left_out_by_its_name_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    allocation = job("pbs", (1, 1, 1))._replace(hosts=("n1.lab", "n2.lab", "n3.lab"))
+    plans: list[Plan] = []
+
+    def replan(without: tuple[str, ...]) -> Plan:
+        plans.append(make(allocation, PBS, spare=1, without=without))
+        return plans[-1]
+
+    def start(plan: Plan) -> Ended:
+        result = LaunchResult()
+        if len(plans) == 1:
+            result.lost_hosts.add("n2")
+            result.fail("the connection to n2 was lost", 0.0, host="n2")
+        return Ended(result, failure=result.conclude(None))
+
+    assert Restarts(replan(()), replan, 0).run(start) == 0
+    assert plans[-1].hosts == ("n1.lab", "n3.lab")
+    assert "restart 1 without n2.lab, with n3.lab instead" in capsys.readouterr().err

@@ -85,8 +85,8 @@ class RankNotices:
     launch_secret: what agents know, and derive the secret of the ranks from. addresses, port: where
     this process listens. variables: the environment variables that the ranks need. saved: all ranks
     have saved. checkpoint: the newest step that is safe, where a Checkpointer has reported one.
-    first_cause: the last one that was reported, as torchrun may have restarted the
-    ranks after an earlier one.
+    failed_at: time.monotonic() of the first report of a failure. first_cause: the last one that was
+    reported, as torchrun may have restarted the ranks after an earlier one.
     """
 
     def __init__(self, peers: int, ports: Sequence[int] = ()) -> None:
@@ -95,6 +95,7 @@ class RankNotices:
         self.launch_secret = os.urandom(16).hex()
         self.saved = False
         self.checkpoint: int | None = None
+        self.failed_at: float | None = None
         self.first_cause: Failure | None = None
         self.listener = self.listen(ports)
         secret = secret_of_ranks(self.launch_secret)
@@ -128,6 +129,7 @@ class RankNotices:
         elif message["what"] == "checkpoint":
             self.checkpoint = max(int(message["text"]), self.checkpoint or 0)
         else:
+            self.failed_at = self.failed_at or time.monotonic()
             known, fields = self.first_cause, {**message, "kind": message["about"]}
             first = Failure(**{name: fields[name] for name in Failure._fields})
             if first.rank is None and known is not None and known.text == first.text:

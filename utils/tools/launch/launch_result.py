@@ -273,6 +273,7 @@ class Ended(NamedTuple):
 
     first: what the ranks have reported. failure: what has failed first; None if nothing has.
     checkpoint: the newest step that is safe, where rank 0 has reported one. seconds: it has run.
+    failed_at: when the failure was noticed, in seconds since 1970.
     """
 
     result: LaunchResult
@@ -281,6 +282,7 @@ class Ended(NamedTuple):
     failure: Failure | None = None
     checkpoint: int | None = None
     seconds: float = 0.0
+    failed_at: float = 0.0
 
     def report(self) -> int:
         """Print the last line of the launch; return its exit status."""

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...launch_report import Failure
 from ...restart_notice import RestartNotice
 from ..gpu_errors import GPU_ERRORS
-from .launch_plan import Plan, PlanError
+from .launch_plan import Plan, PlanError, index_of
 from .launch_result import Ended, print_status
 
 MOST_WITHOUT_PROGRESS = 3
@@ -188,6 +187,7 @@ class Restarts:
         if self._plan.options.input and not _rewind_input():
             print_status("no restart: rank 0 has read standard input, a pipe")
             return None
+        restart = restart._replace(without=self._plan_names(restart.without))
         self._without += restart.without
         try:
             plan = self._replan(self._without)
@@ -196,11 +196,20 @@ class Restarts:
             return None
         self._left -= not restart.without
         number = self._notice.number + 1
-        self._notice = RestartNotice(number, failure.text, self._without, time.time())
+        self._notice = RestartNotice(number, failure.text, self._without, ended.failed_at)
         failure.write(restart=number, without=restart.without)
         print_status(failure.text, is_error=True)
         print_status(f"restart {number}{_describe(restart, self._plan, plan, self._left)}")
         return plan
+
+    def _plan_names(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        """Return hosts by their names in the plan: ranks know theirs without a domain."""
+        planned = self._plan.hosts
+        indices = [index_of(host, planned) for host in hosts]
+        return tuple(
+            host if index is None else planned[index]
+            for host, index in zip(hosts, indices, strict=True)
+        )
 
 
 def _describe(restart: Restart, before: Plan, after: Plan, left: int) -> str:

@@ -59,8 +59,17 @@ def _run_once(plan: Plan) -> Ended:
     if result.status and notices.first_cause is None:
         result.syntax_error = _syntax_error(plan)
     failure = result.conclude(notices.first_cause)
-    seconds = time.monotonic() - began
-    return Ended(result, False, notices.first_cause, failure, notices.checkpoint, seconds)
+    now = time.monotonic()
+    noticed = min(filter(None, (result.failed_at, notices.failed_at)), default=now)
+    return Ended(
+        result,
+        False,
+        notices.first_cause,
+        failure,
+        notices.checkpoint,
+        seconds=now - began,
+        failed_at=time.time() - (now - noticed),
+    )
 
 
 def _run(launch: Launch) -> None:
