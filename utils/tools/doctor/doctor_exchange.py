@@ -67,7 +67,7 @@ class Lead(PeerServer):
         ranks = range(placement.world_size)
         self._wait(ranks, _PLACES_SECONDS, self._replies)
         self.everyone = _places([self._replies.get(rank) for rank in ranks])
-        places = [[one.rank, one.host, one.node, one.local_rank] for one in self.everyone]
+        places = [[place.rank, place.host, place.node, place.local_rank] for place in self.everyone]
         self.request(ranks, _BEGIN, places, _BEGIN_SECONDS)
 
     def request(
@@ -114,13 +114,13 @@ class Lead(PeerServer):
         """Wait until all of these ranks have arrived, have ended or are stopped."""
         now = time.monotonic()
         limit, probe = now + seconds, now + _PROBE_SECONDS
-        while now < limit and (waiting := [one for one in ranks if one not in arrived]):
-            waiting = [one for one in waiting if one not in self._ended]
+        while now < limit and (waiting := [rank for rank in ranks if rank not in arrived]):
+            waiting = [rank for rank in waiting if rank not in self._ended]
             if now >= probe:
                 self._unanswered.update(waiting)
                 self._send(waiting, _NO_STEP, _RESPOND, None)
                 probe = now + _PROBE_SECONDS
-            if all(self._unanswered[one] >= _PROBES for one in waiting):
+            if all(self._unanswered[rank] >= _PROBES for rank in waiting):
                 return
             self._loop.run_once(max(0.0, min(limit, probe) - now))
             now = time.monotonic()
@@ -217,7 +217,7 @@ def _reply(placement: Placement, found: Rendezvous, step: Step) -> None:
         while (message := peer.receive_one(_RANK_0_SECONDS)) and message["kind"] != "end":
             number, what, values = (message[name] for name in ("number", "what", "values"))
             if what == _BEGIN:
-                everyone = tuple(RankPlace(*one) for one in values)
+                everyone = tuple(RankPlace(*fields) for fields in values)
                 ranks = Ranks(everyone[placement.rank], everyone, found.local_addr)
             if what in (_BEGIN, _RESPOND):
                 send(number, None)
@@ -245,10 +245,10 @@ def _connect(address: str, port: int) -> socket.socket:
     return connected
 
 
-def _use_small_packets(one: socket.socket) -> None:
+def _use_small_packets(connection: socket.socket) -> None:
     """Let a path that drops large packets carry the facts about it. Before connect()."""
     with contextlib.suppress(OSError):
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
 
 
 def _places(hosts: Sequence[Sequence[str] | None]) -> tuple[RankPlace, ...]:

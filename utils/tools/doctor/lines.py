@@ -161,7 +161,7 @@ def _signatures() -> tuple[_Signature, ...]:
 @cache
 def keywords() -> tuple[str, ...]:
     """Return texts one of which is in every line of interest."""
-    return *(one.keyword for one in _signatures()), *CONTEXT
+    return *(signature.keyword for signature in _signatures()), *CONTEXT
 
 
 def match(line: str) -> tuple[FailureCause, str | None] | None:
@@ -193,7 +193,9 @@ def read_failure(line: str) -> Failure | None:
             if "restart" in fields:
                 return None
             cause, kind, rank, host = (fields[name] for name in ("cause", "kind", "rank", "host"))
-            if isinstance(rank, int | None) and all(isinstance(one, str) for one in (cause, kind)):
+            if isinstance(rank, int | None) and all(
+                isinstance(text, str) for text in (cause, kind)
+            ):
                 found = Failure(cause, kind, rank, host if isinstance(host, str) else None)
                 return _blame_memory(found)
     return None

@@ -148,14 +148,16 @@ class _Reader:
             if is_restart(line):
                 self._forget(number)
                 continue
-            one = _Line(line, name, (number, line_number), context)
-            self._note_for_people(one)
-            self._note(one, read_failure(line), file_rank)
+            log_line = _Line(line, name, (number, line_number), context)
+            self._note_for_people(log_line)
+            self._note(log_line, read_failure(line), file_rank)
         self._num_lines.append(line_number)
 
     def _forget(self, number: int) -> None:
         """Forget what the lines of a file have shown until now."""
-        self._findings = {key: one for key, one in self._findings.items() if key[1] != number}
+        self._findings = {
+            key: previous for key, previous in self._findings.items() if key[1] != number
+        }
         self._first_exit, self._root_causes, self._first_agent = None, [], ""
         self._closing = self._launch_error = None
         self._has_failure = False
@@ -224,20 +226,26 @@ class _Reader:
         said = self._closing or self._launch_error
         if said and not self._has_failure:
             self._note(said[1], said[0], None)
-        findings = [one for one in self._findings.values() if not self._went_on_after(one)]
+        findings = [
+            candidate for candidate in self._findings.values() if not self._went_on_after(candidate)
+        ]
         if not findings:
             return None
         finding = _first(findings)
-        while reasons := [one for one in findings if _explains(one, finding)]:
+        while reasons := [candidate for candidate in findings if _explains(candidate, finding)]:
             finding = _first(reasons)
-        same = [one for one in findings if one.key == finding.key]
+        same = [candidate for candidate in findings if candidate.key == finding.key]
         if finding.cause.name == "host_oom" and is_by_slurm(finding.line):
             rank, host = self._of_memory(findings)
         else:
             rank, host = self._rank_and_host(finding, same)
         if rank in self._local_ranks and len(self._hosts) > 1:
             rank = None  # each host has a rank with that number
-        others = (one for one in findings if one not in same and one.cause.name != "unknown")
+        others = (
+            candidate
+            for candidate in findings
+            if candidate not in same and candidate.cause.name != "unknown"
+        )
         return Diagnosis(finding, rank, host, tuple(others))
 
     def _went_on_after(self, finding: LogFinding) -> bool:
@@ -248,10 +256,12 @@ class _Reader:
 
     def _of_memory(self, findings: Sequence[LogFinding]) -> tuple[int | None, str | None]:
         """Return which rank and host had no memory left, by all lines that say so."""
-        of_memory = [one for one in findings if one.cause.name == "host_oom"]
-        named = [pair for one in of_memory for pair in one.named]
+        of_memory = [finding for finding in findings if finding.cause.name == "host_oom"]
+        named = [pair for finding in of_memory for pair in finding.named]
         host = next((host for _, host in named if host), None)
-        rank = next((rank for rank, one in named if rank is not None and one == host), None)
+        rank = next(
+            (rank for rank, named_host in named if rank is not None and named_host == host), None
+        )
         return rank, host
 
     def _rank_and_host(
@@ -259,8 +269,8 @@ class _Reader:
     ) -> tuple[int | None, str | None]:
         """Return which rank and host failed first. same: the findings of the cause in all files."""
         named = finding.named
-        if len(same) > 1 and any(one.seconds is None for one in same):
-            named = [pair for one in same for pair in one.named]
+        if len(same) > 1 and any(finding.seconds is None for finding in same):
+            named = [pair for finding in same for pair in finding.named]
             if len({rank for rank, _ in named} - {None}) > 1:
                 return None, _only({host for _, host in named if host})
 
@@ -274,10 +284,13 @@ class _Reader:
             return None, _only(set(hosts) or self._hosts)
 
         rank = next((rank for rank, _ in named if rank is not None), None)
-        host = next((host for one, host in named if host and one in (rank, None)), None)
+        host = next(
+            (host for named_rank, host in named if host and named_rank in (rank, None)), None
+        )
         first_exit = min(
             self._root_causes,
-            key=lambda one: (one.time, one.host != self._first_agent),  # torchrun counts seconds
+            # torchrun counts seconds: of equal times, its first agent's
+            key=lambda cause: (cause.time, cause.host != self._first_agent),
             default=self._first_exit,
         )
         exit_rank, exit_host = (first_exit.rank, first_exit.host) if first_exit else (None, None)
@@ -292,32 +305,32 @@ def _only(hosts: set[str]) -> str | None:
     return next(iter(hosts)) if len(hosts) == 1 else None
 
 
-def _explains(one: LogFinding, other: LogFinding) -> bool:
+def _explains(finding: LogFinding, other: LogFinding) -> bool:
     """Whether a finding is the reason of another one.
 
     A crash may also be how a rank ends after it has lost another one.
     """
-    if one.cause.name not in other.cause.explained_by:
+    if finding.cause.name not in other.cause.explained_by:
         return False
-    is_by_rank = one.cause.reporter == "failed" and not reports_exit(one.line)
-    may_follow = is_by_rank and one.cause.level == CauseLevel.FAILURE
-    return not may_follow or _in_order([one, other])[0] is one
+    is_by_rank = finding.cause.reporter == "failed" and not reports_exit(finding.line)
+    may_follow = is_by_rank and finding.cause.level == CauseLevel.FAILURE
+    return not may_follow or _in_order([finding, other])[0] is finding
 
 
 def _first(findings: Sequence[LogFinding]) -> LogFinding:
     """Return the finding of the lowest level that is the first in time, or else in the files."""
-    level = min(one.cause.level for one in findings)
-    return _in_order([one for one in findings if one.cause.level == level])[0]
+    level = min(finding.cause.level for finding in findings)
+    return _in_order([finding for finding in findings if finding.cause.level == level])[0]
 
 
 def _in_order(findings: Sequence[LogFinding]) -> list[LogFinding]:
     """Sort findings by time where all have one, else by their place in the files."""
-    timed = all(one.seconds is not None for one in findings)
-    dated = all(one.date for one in findings)
+    timed = all(finding.seconds is not None for finding in findings)
+    dated = all(finding.date for finding in findings)
 
-    def order(one: LogFinding) -> tuple[tuple[int, int], float, tuple[int, int]]:
-        date = one.date if dated and one.date else (0, 0)
-        return date, one.seconds if timed and one.seconds else 0.0, one.position
+    def order(finding: LogFinding) -> tuple[tuple[int, int], float, tuple[int, int]]:
+        date = finding.date if dated and finding.date else (0, 0)
+        return date, finding.seconds if timed and finding.seconds else 0.0, finding.position
 
     return sorted(findings, key=order)
 
@@ -376,7 +389,7 @@ def describe(found: Diagnosis | None) -> str:
         f"Remedy:   {cause.remedy}",
         f"Restart:  {_RESTART[cause.restart]}",
     ]
-    also = [f"{one.cause.name} ({one.file}:{one.line_number})" for one in found.others]
+    also = [f"{other.cause.name} ({other.file}:{other.line_number})" for other in found.others]
     if also:
         lines.append(f"Also:     {', '.join(dict.fromkeys(also))}")
     return "\n".join(lines)
@@ -398,8 +411,8 @@ def as_dict(found: Diagnosis | None) -> dict[str, object]:
         "line_number": first.line_number,
         "line": first.line,
         "others": [
-            {"cause": one.cause.name, "file": one.file, "line_number": one.line_number}
-            for one in found.others
+            {"cause": other.cause.name, "file": other.file, "line_number": other.line_number}
+            for other in found.others
         ],
     }
 
@@ -432,4 +445,4 @@ def _digitless_keywords() -> tuple[bytes, ...]:
     """Return texts one of which is in each line of interest, whatever its numbers are."""
     parts = (max(re.split(r"\d", keyword), key=len) for keyword in keywords())
     encoded = {part.encode() for part in parts}
-    return tuple(one for one in encoded if not any(other in one for other in encoded - {one}))
+    return tuple(part for part in encoded if not any(other in part for other in encoded - {part}))

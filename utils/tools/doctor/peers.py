@@ -34,7 +34,9 @@ def data_address(address: str = "", environ: Mapping[str, str] = os.environ) -> 
     address: this host's address on the way to rank 0, which counts otherwise.
     """
     present = {
-        name: one for name, one in network.interfaces().items() if not network.is_loopback(one)
+        name: address
+        for name, address in network.interfaces().items()
+        if not network.is_loopback(address)
     }
     chosen = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[:1]
     chosen += nccl_interfaces(environ.get("NCCL_SOCKET_IFNAME", ""), present)
@@ -138,7 +140,7 @@ def connect_hosts(ranks: Ranks, address: str) -> Exchange[dict[int, str]]:
     if listener:
         serve(listener, respond)
     gathered = yield listener and listener.getsockname()[:2]
-    places = {one.node: gathered[one.rank] for one in ranks.hosts}
+    places = {place.node: gathered[place.rank] for place in ranks.hosts}
     others = partners(len(places), ranks.me.node) if is_first else []
     jobs = {
         node: partial(_exchange, *places[node])
@@ -250,8 +252,8 @@ def names_of(hosts: Sequence[str]) -> str:
 def show(places: Sequence[RankPlace]) -> str:
     """Return "rank 3 on h2", or "ranks 2, 3 on h2 and 4, 5 on h3", at most eight of them."""
     on_host: dict[str, list[int]] = {}
-    for one in places[:SHOWN_HOSTS]:
-        on_host.setdefault(one.host, []).append(one.rank)
+    for place in places[:SHOWN_HOSTS]:
+        on_host.setdefault(place.host, []).append(place.rank)
     shown = " and ".join(
         f"{', '.join(map(str, ranks))} on {host}" for host, ranks in on_host.items()
     )

@@ -23,7 +23,7 @@ class FindingsOfCheck:
     @property
     def level(self) -> Level:
         """That of the most serious finding."""
-        return max((one.level for one in self.findings), default=Level.GOOD)
+        return max((finding.level for finding in self.findings), default=Level.GOOD)
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,28 @@ class Report:
     @property
     def level(self) -> Level:
         """That of the most serious finding; it is the exit status."""
-        return max((one.level for one in self.results), default=Level.GOOD)
+        return max((result.level for result in self.results), default=Level.GOOD)
 
     @property
     def hosts_to_exclude(self) -> dict[str, str]:
         """The hosts that a later job should avoid, each with the first reason."""
         reasons: dict[str, str] = {}
-        for one in self.results:
-            for finding in one.findings:
+        for result in self.results:
+            for finding in result.findings:
                 for host in finding.hosts if finding.exclude and finding.level is Level.BAD else ():
-                    reasons.setdefault(host, f"{one.name}: {finding.message}")
+                    reasons.setdefault(host, f"{result.name}: {finding.message}")
         return reasons
 
     def as_text(self) -> str:
         """Return one line per check, then each finding with its remedy."""
         lines = [f"doctor: {LABELS[self.level]}: {self._scope()}"]
-        width = max((len(one.name) for one in self.results), default=0)
-        for one in self.results:
-            label, text = LABELS[one.level], _row(one)
-            lines.append(f"  {one.name:<{width}}  {label:<7}  {text}".rstrip())
-        findings = [(one.name, finding) for one in self.results for finding in one.findings]
+        width = max((len(result.name) for result in self.results), default=0)
+        for result in self.results:
+            label, text = LABELS[result.level], _row(result)
+            lines.append(f"  {result.name:<{width}}  {label:<7}  {text}".rstrip())
+        findings = [
+            (result.name, finding) for result in self.results for finding in result.findings
+        ]
         for name, finding in sorted(findings, key=lambda pair: -pair[1].level):
             if finding.level is Level.GOOD:
                 continue
@@ -78,23 +80,23 @@ class Report:
             "result": LABELS[self.level].lower(),
             "exit_status": int(self.level),
             "launcher": self.launcher,
-            "ranks": [vars(one) for one in self.everyone],
+            "ranks": [vars(place) for place in self.everyone],
             "seconds": round(self.seconds, 2),
             "exclude": list(self.hosts_to_exclude),
             "checks": [
                 {
-                    "name": one.name,
-                    "result": LABELS[one.level].lower(),
-                    "seconds": round(one.seconds, 2),
-                    "findings": [_as_dict(finding) for finding in one.findings],
+                    "name": result.name,
+                    "result": LABELS[result.level].lower(),
+                    "seconds": round(result.seconds, 2),
+                    "findings": [_as_dict(finding) for finding in result.findings],
                 }
-                for one in self.results
+                for result in self.results
             ],
         }
         return json.dumps(content, indent=2)
 
     def _scope(self) -> str:
-        ranks, hosts = len(self.everyone), len({one.node for one in self.everyone})
+        ranks, hosts = len(self.everyone), len({place.node for place in self.everyone})
         if not self.everyone:
             return f"the ranks did not join, {self.seconds:.1f} s"
         if not self.launcher:
@@ -106,8 +108,8 @@ class Report:
 def _row(result: FindingsOfCheck) -> str:
     """Return what the table says about a check."""
     if result.level is Level.GOOD:
-        return "; ".join(one.message for one in result.findings)
-    count = sum(one.level is not Level.GOOD for one in result.findings)
+        return "; ".join(finding.message for finding in result.findings)
+    count = sum(finding.level is not Level.GOOD for finding in result.findings)
     return f"{count} finding{'s' * (count > 1)}, see below"
 
 

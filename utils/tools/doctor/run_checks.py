@@ -113,7 +113,7 @@ def _launch_result(lead: Lead) -> FindingsOfCheck:
     """Return what the start of the ranks has shown."""
     remedy = "Correct it, or it will slow down or confuse the start of a training"
     notes = [Finding(Level.WARNING, note, remedy) for note in lead.notes]
-    ranks, hosts = len(lead.everyone), len({one.node for one in lead.everyone})
+    ranks, hosts = len(lead.everyone), len({place.node for place in lead.everyone})
     alone = f"no launcher has started this process on {lead.everyone[0].host}"
     message = (
         f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} have joined" if ranks > 1 else alone
@@ -226,14 +226,16 @@ class Steps:
 def run_check(check: Check[Any], lead: Lead, missing: set[int]) -> FindingsOfCheck:
     """Run one check on rank 0. missing: ranks that were reported as ended or hanging; changed."""
     start = time.monotonic()
-    members = {one.rank for one in lead.everyone if check.per == "rank" or one.local_rank == 0}
+    members = {
+        place.rank for place in lead.everyone if check.per == "rank" or place.local_rank == 0
+    }
     waiting, values = members - missing, None
     reports: dict[int, dict[str, Any]] = {}
     while waiting:
         replies = lead.request(waiting, check.name, values, check.seconds)
         reports |= {rank: reply for rank, reply in replies.items() if "value" not in reply}
         waiting = replies.keys() - reports.keys()
-        values = [replies.get(one.rank, {}).get("value") for one in lead.everyone]
+        values = [replies.get(place.rank, {}).get("value") for place in lead.everyone]
     late = {rank for rank in members - missing - reports.keys() if not lead.has_ended(rank)}
     responding = lead.responding(late)
     problems: dict[int, str] = {}
@@ -271,15 +273,15 @@ def _conclude(
 
     nodes = {place.node for place in everyone}
     for problem, places in problems.items():
-        few = 2 * len({one.node for one in places}) <= len(nodes)
+        few = 2 * len({place.node for place in places}) <= len(nodes)
         yield Finding(
             Level.BAD,
             f"{show(places)} {problem}; expected facts about {check.name}",
             "Log in there: does the host respond, and its file systems? Run doctor without it"
             if few
             else "Find out what is slow on all hosts: the file system, or other programs there?",
-            tuple(one.rank for one in places),
-            tuple(dict.fromkeys(one.host for one in places)),
+            tuple(place.rank for place in places),
+            tuple(dict.fromkeys(place.host for place in places)),
             exclude=few,
         )
     for message, places in errors.items():
@@ -287,8 +289,8 @@ def _conclude(
             Level.WARNING,
             f"{show(places)} could not check {check.name}: {message}",
             "Correct what the message names, and run this check again with --only " + check.name,
-            tuple(one.rank for one in places),
-            tuple(dict.fromkeys(one.host for one in places)),
+            tuple(place.rank for place in places),
+            tuple(dict.fromkeys(place.host for place in places)),
         )
     yield from _findings(check.name, lambda: check.conclude(reported))
 
@@ -307,22 +309,22 @@ def _findings(name: str, conclude: Callable[[], Iterator[Finding]]) -> Iterator[
 def merge(findings: Iterable[Finding]) -> list[Finding]:
     """Join findings that say the same of one host each."""
     alike: dict[Finding, list[Finding]] = {}
-    for one in findings:
-        key = one
-        if len(one.hosts) == 1:
-            name = re.compile(rf"(?<![\w.-]){re.escape(one.hosts[0])}(?![\w-])")
-            message, remedy = (name.sub("{}", text) for text in (one.message, one.remedy))
-            key = replace(one, message=message, remedy=remedy, hosts=(), ranks=())
-        alike.setdefault(key, []).append(one)
+    for finding in findings:
+        key = finding
+        if len(finding.hosts) == 1:
+            name = re.compile(rf"(?<![\w.-]){re.escape(finding.hosts[0])}(?![\w-])")
+            message, remedy = (name.sub("{}", text) for text in (finding.message, finding.remedy))
+            key = replace(finding, message=message, remedy=remedy, hosts=(), ranks=())
+        alike.setdefault(key, []).append(finding)
     return [
         found[0]
         if len(found) == 1
         else replace(
             key,
-            message=key.message.replace("{}", names_of([one.hosts[0] for one in found])),
+            message=key.message.replace("{}", names_of([finding.hosts[0] for finding in found])),
             remedy=key.remedy.replace("{}", found[0].hosts[0]),
-            hosts=tuple(one.hosts[0] for one in found),
-            ranks=tuple(rank for one in found for rank in one.ranks),
+            hosts=tuple(finding.hosts[0] for finding in found),
+            ranks=tuple(rank for finding in found for rank in finding.ranks),
         )
         for key, found in alike.items()
     ]

@@ -69,9 +69,9 @@ class Collectives(Check[CollectiveFacts]):
             and (ranks.me.local_rank > 0 or not import_torch().error),
         }
         gathered = yield status
-        known = [one for one in gathered if one is not None]
-        bad = [one["bad"] or not one["can_start"] for one in known]
-        has_gpus = all(one["gpus"] for one in known)
+        known = [status for status in gathered if status is not None]
+        bad = [status["bad"] or not status["can_start"] for status in known]
+        has_gpus = all(status["gpus"] for status in known)
         members = [place for place in ranks.everyone if has_gpus or place.local_rank == 0]
         own = CollectiveFacts(0, unreachable=unreachable)
         if any(bad) or len(known) < len(gathered) or len(members) < 2 or ranks.me not in members:
@@ -83,25 +83,25 @@ class Collectives(Check[CollectiveFacts]):
 
     def conclude(self, reported: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
         """Report wrong sums, failures, a slow network and slow GPUs."""
-        broken = [one for one in reported if one.facts.unreachable]
+        broken = [report for report in reported if report.facts.unreachable]
         if broken:
             yield Finding(
                 Level.GOOD,
                 "not run: see what the check of connections has found",
             )
             return
-        members = [one for one in reported if one.facts.ranks]
-        failed = [one for one in members if one.facts.error]
+        members = [report for report in reported if report.facts.ranks]
+        failed = [report for report in members if report.facts.error]
         if failed:
             yield _failure(failed, members)
             return
-        trials = [one for one in members if one.facts.trial]
+        trials = [report for report in members if report.facts.trial]
         if not trials:
-            several = len({one.place.node for one in reported}) > 1
+            several = len({report.place.node for report in reported}) > 1
             why = "see the other checks" if several else "the ranks are on one host without GPUs"
             yield Finding(Level.GOOD, f"not run: {why}")
             return
-        bandwidth = min(_trial(one)["bus_bandwidth"] for one in trials)
+        bandwidth = min(_trial(report)["bus_bandwidth"] for report in trials)
         findings = [*_wrong_sums(trials), *_networks(trials), *_slow_gpus(trials)]
         yield from findings
         if not findings:
@@ -130,7 +130,7 @@ def _run_two_ranks() -> CollectiveFacts:
     environs = [{**environment([0, 0], rank, "127.0.0.1", port), **no_gpus} for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(lambda environ: _run(environ, 2), environs))
-    return next((one for one in done if one.error), done[0])
+    return next((report for report in done if report.error), done[0])
 
 
 def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
@@ -162,14 +162,16 @@ def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
 # Findings ----------------------------------------------------------------------------------------
 
 
-def _trial(one: Reported[CollectiveFacts]) -> dict[str, Any]:
-    return one.facts.trial or {}
+def _trial(report: Reported[CollectiveFacts]) -> dict[str, Any]:
+    return report.facts.trial or {}
 
 
 def _failure(
     failed: Sequence[Reported[CollectiveFacts]], members: Sequence[Reported[CollectiveFacts]]
 ) -> Finding:
-    common = [one.facts.error for one in failed if one.facts.error.startswith(START_FAILED)]
+    common = [
+        report.facts.error for report in failed if report.facts.error.startswith(START_FAILED)
+    ]
     if common:  # all ranks report what concerns all of them
         return Finding(
             Level.BAD,
@@ -177,12 +179,12 @@ def _failure(
             "Correct what the message names, and what the other checks have found",
         )
     # The others wait for the rank that failed first.
-    first = next((one for one in failed if _LATE not in one.facts.error), None)
+    first = next((report for report in failed if _LATE not in report.facts.error), None)
     if first is None:
         return Finding(
             Level.WARNING,
             f"all-reduces of {len(members)} ranks {_LATE} {_SECONDS:.0f} s on "
-            f"{names_of([one.place.host for one in failed])}",
+            f"{names_of([report.place.host for report in failed])}",
             "Look at what the check of connections has found, and at other programs on these "
             "hosts; `ddpkit bench collectives --pairs` finds a slow link",
         )
@@ -198,34 +200,36 @@ def _failure(
 
 
 def _wrong_sums(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
-    for one in trials:
-        wrong = {size: count for size, count in _trial(one)["wrong"].items() if count}
+    for report in trials:
+        wrong = {size: count for size, count in _trial(report)["wrong"].items() if count}
         if wrong:
             size, count = next(iter(wrong.items()))
             yield Finding(
                 Level.BAD,
-                f"rank {one.place.rank} on {one.place.host} received {count} wrong elements in an "
-                f"all-reduce of {size} bytes; expected none",
-                f"Exclude {one.place.host}: its memory, GPU or network adapter corrupts data",
-                ranks=(one.place.rank,),
-                hosts=(one.place.host,),
+                f"rank {report.place.rank} on {report.place.host} received {count} wrong elements "
+                f"in an all-reduce of {size} bytes; expected none",
+                f"Exclude {report.place.host}: its memory, GPU or network adapter corrupts data",
+                ranks=(report.place.rank,),
+                hosts=(report.place.host,),
                 exclude=True,
             )
 
 
 def _networks(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
-    for one in trials[:1]:  # rank 0 reads the log
-        if one.facts.warning:
+    for report in trials[:1]:  # rank 0 reads the log
+        if report.facts.warning:
             yield Finding(
                 Level.WARNING,
-                one.facts.warning,
+                report.facts.warning,
                 "See docs/when-it-fails.md, and check again with --only collectives",
-                hosts=(one.place.host,),
+                hosts=(report.place.host,),
             )
 
 
 def _slow_gpus(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
-    known = [(one.place, _trial(one)["flops"]) for one in trials if _trial(one)["flops"]]
+    known = [
+        (report.place, _trial(report)["flops"]) for report in trials if _trial(report)["flops"]
+    ]
     if len(known) < 3:
         return
     median = statistics.median(flops for _, flops in known)

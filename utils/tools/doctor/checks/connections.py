@@ -62,8 +62,8 @@ class Connections(Check[ConnectionFacts]):
         findings += [*_same_address(seen), *_broken(seen), *_interface_mtus(seen)]
         yield from findings
         if not findings:
-            interfaces = names_of(sorted({one.interface for one in seen.facts.values()}))
-            mtus = names_of(sorted({str(one.mtu) for one in seen.facts.values() if one.mtu}))
+            interfaces = names_of(sorted({facts.interface for facts in seen.facts.values()}))
+            mtus = names_of(sorted({str(facts.mtu) for facts in seen.facts.values() if facts.mtu}))
             yield Finding(
                 Level.GOOD,
                 f"{len(reported)} hosts connect in both directions over {interfaces} "
@@ -78,13 +78,13 @@ class _Seen:
     """The facts of all hosts as tables by direction: (from, to)."""
 
     def __init__(self, reported: Sequence[Reported[ConnectionFacts]]) -> None:
-        self.hosts = {one.place.node: one.place.host for one in reported}
-        self.facts = {one.place.node: one.facts for one in reported}
+        self.hosts = {report.place.node: report.place.host for report in reported}
+        self.facts = {report.place.node: report.facts for report in reported}
         self.problem: dict[tuple[int, int], str] = {}
-        for one in reported:
-            for other, problem in one.facts.others:
+        for report in reported:
+            for other, problem in report.facts.others:
                 if other in self.hosts:  # otherwise the runner reports it
-                    self.problem[one.place.node, other] = problem
+                    self.problem[report.place.node, other] = problem
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return the pairs of which at least one host has tried to connect."""
@@ -96,10 +96,10 @@ class _Seen:
 
 
 def _wrong_interfaces(reported: Sequence[Reported[ConnectionFacts]]) -> Iterator[Finding]:
-    for one in reported:
-        if problem := one.facts.interface_problem:
+    for report in reported:
+        if problem := report.facts.interface_problem:
             what, _, remedy = problem.rpartition(". ")
-            yield Finding(Level.BAD, what, remedy, hosts=(one.place.host,))
+            yield Finding(Level.BAD, what, remedy, hosts=(report.place.host,))
 
 
 def _same_address(seen: _Seen) -> Iterator[Finding]:
@@ -133,7 +133,7 @@ def _broken(seen: _Seen) -> Iterator[Finding]:
         return
     for node in hosts:
         own = [pair for pair in broken if node in pair]
-        other = next(one for one in own[0] if one != node)
+        other = next(node_number for node_number in own[0] if node_number != node)
         yield Finding(
             Level.BAD,
             f"{seen.hosts[node]} cannot exchange data with any of {len(own)} other hosts: "
@@ -174,31 +174,31 @@ def _problem(seen: _Seen, pair: Sequence[int]) -> str:
 
 def _cause(seen: _Seen, a: int, b: int) -> str:
     """Return what is known of a pair that cannot connect."""
-    one, other = seen.hosts[a], seen.hosts[b]
+    host, other = seen.hosts[a], seen.hosts[b]
     if not seen.problem.get((a, b)):
         return _cause(seen, b, a)
     problem = seen.problem[a, b]
     to = f"{other} ({seen.facts[b].address})"
     if problem == "refused":
-        return f"{one} is refused by {to}, which listens: a firewall rejects connections"
+        return f"{host} is refused by {to}, which listens: a firewall rejects connections"
     if problem == "no route":
-        return f"{one} has no route to {to}, or {other} does not respond to ARP"
+        return f"{host} has no route to {to}, or {other} does not respond to ARP"
     if problem in NO_DATA:
-        source, target = (one, other) if problem == NO_DATA[0] else (other, one)
-        mtu = seen.facts[a if source == one else b].mtu
+        source, target = (host, other) if problem == NO_DATA[0] else (other, host)
+        mtu = seen.facts[a if source == host else b].mtu
         return (
-            f"{one} connects to {to}, but packets of full size from {source} to {target} are lost; "
-            f"expected 12,000 bytes to arrive in packets of {mtu} bytes, the MTU of {source}. Set "
-            "the same MTU on all hosts and switches"
+            f"{host} connects to {to}, but packets of full size from {source} to {target} are "
+            f"lost; expected 12,000 bytes to arrive in packets of {mtu} bytes, the MTU of "
+            f"{source}. Set the same MTU on all hosts and switches"
         )
     if problem != "timed out":
-        return f"{one} cannot connect to {to}: {problem}"
+        return f"{host} cannot connect to {to}: {problem}"
     if seen.problem.get((b, a)) == "":
         return (
-            f"{one} gets no response from {to}, while {other} connects to {one}: a firewall drops "
-            f"connections from {one}"
+            f"{host} gets no response from {to}, while {other} connects to {host}: a firewall "
+            f"drops connections from {host}"
         )
-    return f"no response from {one} to {to}, nor from {other} to {one}: packets are dropped"
+    return f"no response from {host} to {to}, nor from {other} to {host}: packets are dropped"
 
 
 def _interface_mtus(seen: _Seen) -> Iterator[Finding]:

@@ -69,12 +69,12 @@ class Equality(Check[EqualityFacts]):
 
     def conclude(self, reported: Sequence[Reported[EqualityFacts]]) -> Iterator[Finding]:
         findings: list[Finding] = []
-        for name in _names(one.facts.software for one in reported):
-            values = {one.place: one.facts.software.get(name, "none") for one in reported}
+        for name in _names(report.facts.software for report in reported):
+            values = {report.place: report.facts.software.get(name, "none") for report in reported}
             level = Level.BAD if name in _VERSIONS else Level.WARNING
             findings += compare(name, values, level, _ONE_ENVIRONMENT)
-        for name in _names(one.facts.variables for one in reported):
-            values = {one.place: one.facts.variables.get(name, _UNSET) for one in reported}
+        for name in _names(report.facts.variables for report in reported):
+            values = {report.place: report.facts.variables.get(name, _UNSET) for report in reported}
             remedy = f"Set {name} to the same value on all ranks, or unset it on all"
             if _depends_on_local_rank(name, values):
                 continue
@@ -156,7 +156,7 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _names(values: Iterable[Mapping[str, str]]) -> list[str]:
     """Return the names in all of these, in the order in which they first appear."""
-    return list(dict.fromkeys(name for one in values for name in one))
+    return list(dict.fromkeys(name for names in values for name in names))
 
 
 def compare(
@@ -173,7 +173,8 @@ def compare(
     odd = [place for place, value in values.items() if value != common]
     others = list(dict.fromkeys(values[place] for place in odd))
     parts = [
-        f"{_where([one for one in odd if values[one] == value], values)}: {_shorten(value, common)}"
+        f"{_where([place for place in odd if values[place] == value], values)}: "
+        f"{_shorten(value, common)}"
         for value in others[:4]
     ]
     if len(others) > 4:
@@ -183,8 +184,8 @@ def compare(
         level,
         f"{name} differs. {'; '.join(parts)}; {rest}: {_shorten(common, others[0])}",
         remedy,
-        tuple(one.rank for one in odd),
-        tuple(dict.fromkeys(one.host for one in odd)),
+        tuple(place.rank for place in odd),
+        tuple(dict.fromkeys(place.host for place in odd)),
     )
 
 
@@ -195,12 +196,12 @@ def _depends_on_local_rank(name: str, values: Mapping[RankPlace, str]) -> bool:
         of_hosts.setdefault(place.node, []).append(value)
     if len(of_hosts) == 1:
         return name.endswith(_OF_LOCAL_RANK)
-    return len({tuple(one) for one in of_hosts.values()}) == 1
+    return len({tuple(of_host) for of_host in of_hosts.values()}) == 1
 
 
 def _where(odd: Sequence[RankPlace], values: Mapping[RankPlace, str]) -> str:
     """Return "h3", if all of its ranks differ, or "rank 3 on h2"."""
-    hosts = {one.node: one.host for one in odd}
+    hosts = {place.node: place.host for place in odd}
     is_whole = len([place for place in values if place.node in hosts]) == len(odd)
     return names_of(list(hosts.values())) if is_whole else show(odd)
 

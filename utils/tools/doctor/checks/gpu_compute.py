@@ -83,16 +83,16 @@ class GpuCompute(Check[GpuComputeFacts]):
         return (lines[-1] if lines else f"exit status {process.returncode}")[:300]
 
     def conclude(self, reported: Sequence[Reported[GpuComputeFacts]]) -> Iterator[Finding]:
-        tried = [one for one in reported if one.facts.problem is not None]
-        failed = [one for one in tried if one.facts.problem]
-        for one in failed:
-            host = one.place.host
+        tried = [report for report in reported if report.facts.problem is not None]
+        failed = [report for report in tried if report.facts.problem]
+        for report in failed:
+            host = report.place.host
             yield Finding(
                 Level.BAD,
-                f"the GPU of rank {one.place.rank} on {host} does not compute: "
-                f"{str(one.facts.problem).rstrip('.')}. Expected a product of two matrices",
+                f"the GPU of rank {report.place.rank} on {host} does not compute: "
+                f"{str(report.facts.problem).rstrip('.')}. Expected a product of two matrices",
                 f"Exclude {host}, and report it. See there: nvidia-smi, dmesg | grep Xid",
-                (one.place.rank,),
+                (report.place.rank,),
                 (host,),
                 exclude=True,
             )

@@ -68,21 +68,27 @@ class Gpus(Check[GpuFacts]):
             gpus = read_gpus()
         except NvidiaSmiError as error:
             return GpuFacts([], str(error))
-        seen = [one for one in gpus if not all(visible) or one.address in visible or not visible]
-        listed = {one.address for one in gpus}
-        lost = [one for one in visible if one and one.lower() not in listed] if gpus else []
-        return GpuFacts([asdict(one) for one in seen], lost=lost)
+        seen = [gpu for gpu in gpus if not all(visible) or gpu.address in visible or not visible]
+        listed = {gpu.address for gpu in gpus}
+        lost = (
+            [address for address in visible if address and address.lower() not in listed]
+            if gpus
+            else []
+        )
+        return GpuFacts([asdict(gpu) for gpu in seen], lost=lost)
 
     def conclude(self, reported: Sequence[Reported[GpuFacts]]) -> Iterator[Finding]:
         """Report each GPU that is not healthy."""
         seen: dict[tuple[str, str], Gpu] = {}
         findings: list[Finding] = []
-        for one in reported:
-            host = one.place.host
-            for row in one.facts.gpus:
+        for report in reported:
+            host = report.place.host
+            for row in report.facts.gpus:
                 gpu = Gpu(**row)
                 seen.setdefault((host, gpu.uuid or gpu.address or str(gpu.index)), gpu)
-        problems = {(one.place.host, one.facts.problem) for one in reported if one.facts.problem}
+        problems = {
+            (report.place.host, report.facts.problem) for report in reported if report.facts.problem
+        }
         for host, problem in sorted(problems):
             findings.append(
                 Finding(
@@ -93,7 +99,9 @@ class Gpus(Check[GpuFacts]):
                     exclude=True,
                 )
             )
-        lost = {(one.place.host, address) for one in reported for address in one.facts.lost}
+        lost = {
+            (report.place.host, address) for report in reported for address in report.facts.lost
+        }
         for host, address in sorted(lost):
             findings.append(
                 Finding(
@@ -245,7 +253,7 @@ def parse(outputs: Mapping[str, str]) -> list[Gpu]:
     found = []
     for cells in rows["gpu"]:
         row = dict(zip(_QUERIES["gpu"].split(","), cells, strict=True))
-        remapped = [one for one in rows["remapped-rows"] if one[0] == row["uuid"]]
+        remapped = [columns for columns in rows["remapped-rows"] if columns[0] == row["uuid"]]
         found.append(
             Gpu(
                 int(row["index"]),
@@ -257,8 +265,8 @@ def parse(outputs: Mapping[str, str]) -> list[Gpu]:
                 processes=[int(pid) for uuid, pid in rows["compute-apps"] if uuid == row["uuid"]],
                 uncorrected_errors=_number(row["ecc.errors.uncorrected.volatile.total"]),
                 pages_pending=row["retired_pages.pending"] == "Yes",
-                rows_pending=any(one[1] in ("1", "Yes") for one in remapped),
-                rows_failed=any(one[2] in ("1", "Yes") for one in remapped),
+                rows_pending=any(columns[1] in ("1", "Yes") for columns in remapped),
+                rows_failed=any(columns[2] in ("1", "Yes") for columns in remapped),
                 clock_mhz=_number(row["clocks.sm"]),
                 max_clock_mhz=_number(row["clocks.max.sm"]),
                 throttle_reasons=_number(row["clocks_throttle_reasons.active"]),

@@ -80,7 +80,9 @@ class Installation(Check[InstallationFacts]):
         )
 
     def conclude(self, reported: Sequence[Reported[InstallationFacts]]) -> Iterator[Finding]:
-        findings = [found for one in reported for found in _check_torch(one.facts, one.place.host)]
+        findings = [
+            found for report in reported for found in _check_torch(report.facts, report.place.host)
+        ]
         first = reported[0] if reported else None
         if first is not None and first.facts.stale:
             names = [word.partition("=")[0] for word in first.facts.stale.split()]

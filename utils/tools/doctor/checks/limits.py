@@ -57,9 +57,11 @@ class Limits(Check[LimitFacts]):
 
     def conclude(self, reported: Sequence[Reported[LimitFacts]]) -> Iterator[Finding]:
         findings: list[Finding] = []
-        for one in reported:
-            findings += _check_host(one)
-        left = next((one.facts.seconds_left for one in reported if one.place.rank == 0), None)
+        for report in reported:
+            findings += _check_host(report)
+        left = next(
+            (report.facts.seconds_left for report in reported if report.place.rank == 0), None
+        )
         if left is not None and left < _SECONDS_LEFT:
             findings.append(
                 Finding(
@@ -70,7 +72,7 @@ class Limits(Check[LimitFacts]):
                 )
             )
         if not findings and reported:
-            findings = [Finding(Level.GOOD, _describe([one.facts for one in reported], left))]
+            findings = [Finding(Level.GOOD, _describe([report.facts for report in reported], left))]
         yield from findings
 
 
@@ -111,11 +113,11 @@ def _seconds_left() -> float | None:
 # What rank 0 concludes ----------------------------------------------------------------------------
 
 
-def _check_host(one: Reported[LimitFacts]) -> Iterator[Finding]:
-    facts, host = one.facts, one.place.host
+def _check_host(report: Reported[LimitFacts]) -> Iterator[Finding]:
+    facts, host = report.facts, report.place.host
     if facts.fabric and facts.locked_bytes != _UNLIMITED and facts.locked_bytes < _GIB:
         yield _of_host(
-            one,
+            report,
             Level.BAD,
             f"{host} may lock {size_of(facts.locked_bytes)} of memory (ulimit -l), but "
             f"{facts.fabric} needs it for its buffers. Expected: unlimited",
@@ -127,7 +129,7 @@ def _check_host(one: Reported[LimitFacts]) -> Iterator[Finding]:
     needed = 256 + 4 * facts.world_size
     if facts.open_files != _UNLIMITED and facts.open_files < needed:
         yield _of_host(
-            one,
+            report,
             Level.BAD if facts.open_files < 64 + facts.world_size else Level.WARNING,
             f"a process on {host} may open {facts.open_files} files (ulimit -n). Expected at least "
             f"{needed} for {facts.world_size} ranks",
@@ -136,7 +138,7 @@ def _check_host(one: Reported[LimitFacts]) -> Iterator[Finding]:
     shared, free = facts.shared_bytes, facts.shared_free_bytes
     if shared is not None and free is not None and free < _SHARED_MEMORY_BYTES:
         yield _of_host(
-            one,
+            report,
             Level.WARNING,
             f"/dev/shm of {host} has {size_of(free)} free of {size_of(shared)}. Expected at least "
             f"{size_of(_SHARED_MEMORY_BYTES)}: DataLoader workers and NCCL exchange data there",
@@ -144,16 +146,16 @@ def _check_host(one: Reported[LimitFacts]) -> Iterator[Finding]:
         )
 
 
-def _of_host(one: Reported[LimitFacts], level: Level, message: str, remedy: str) -> Finding:
-    return Finding(level, message, remedy, hosts=(one.place.host,))
+def _of_host(report: Reported[LimitFacts], level: Level, message: str, remedy: str) -> Finding:
+    return Finding(level, message, remedy, hosts=(report.place.host,))
 
 
 def _describe(hosts: Sequence[LimitFacts], left: float | None) -> str:
     """Return the smallest limits."""
     parts = []
-    files = [one.open_files for one in hosts if one.open_files != _UNLIMITED]
+    files = [facts.open_files for facts in hosts if facts.open_files != _UNLIMITED]
     parts.append(f"{min(files)} open files" if files else "open files unlimited")
-    shared = [one.shared_bytes for one in hosts if one.shared_bytes is not None]
+    shared = [facts.shared_bytes for facts in hosts if facts.shared_bytes is not None]
     if shared:
         parts.append(f"/dev/shm {size_of(min(shared))}")
     if left is not None:

@@ -88,7 +88,7 @@ class PlacementCheck(Check[PlacementFacts]):
             binding=os.environ.get(CPU_BIND, ""),
             openmp=openmp_binding(os.environ),
             gpus=_identities(addresses),
-            gpu_nodes=[pci_node(one) if one else None for one in addresses],
+            gpu_nodes=[pci_node(address) if address else None for address in addresses],
             allowed_gpus=_identities(gpus.visible_gpu_addresses({})),
             device_masks=gpus.set_masks(),
             threads=threads,
@@ -98,8 +98,8 @@ class PlacementCheck(Check[PlacementFacts]):
 
     def conclude(self, reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Finding]:
         hosts: dict[int, list[Reported[PlacementFacts]]] = defaultdict(list)
-        for one in reported:
-            hosts[one.place.node].append(one)
+        for report in reported:
+            hosts[report.place.node].append(report)
         findings = [
             *_launcher_notes(reported),
             *_equal_names(hosts),
@@ -188,9 +188,9 @@ def _uuid(address: str) -> str:
 
 def _launcher_notes(reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Finding]:
     ranks_with: dict[str, list[RankPlace]] = defaultdict(list)
-    for one in reported:
-        for note in one.facts.notes:
-            ranks_with[note].append(one.place)
+    for report in reported:
+        for note in report.facts.notes:
+            ranks_with[note].append(report.place)
     for note, places in list(ranks_with.items())[:3]:  # ranks word one cause differently
         where = f"{show(places)}: " if len(reported) > 1 else ""
         yield _finding(
@@ -215,7 +215,7 @@ def _equal_names(hosts: dict[int, list[Reported[PlacementFacts]]]) -> Iterator[F
 
 def _unused_hosts(reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Finding]:
     """Report hosts of the job without a rank, and variables of the scheduler that are wrong."""
-    job = next((one.facts for one in reported if one.place.rank == 0), None)
+    job = next((report.facts for report in reported if report.place.rank == 0), None)
     if job is None:
         return
     if job.job_error:
@@ -224,7 +224,7 @@ def _unused_hosts(reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Find
             job.job_error.rstrip("."),
             "Unset the variables of the scheduler that were changed or are left over",
         )
-    used = {one.place.host for one in reported}
+    used = {report.place.host for report in reported}
     unused = [
         host for host in job.job_hosts or () if not any(same_host(host, name) for name in used)
     ]
@@ -260,30 +260,30 @@ def _check_gpus(
 ) -> Iterator[Finding]:
     """Compare the ranks of a host with its GPUs; allocated: those of the job there."""
     host = on_host[0].place.host
-    allowed = {gpu for one in on_host for gpu in one.facts.allowed_gpus}
+    allowed = {gpu for report in on_host for gpu in report.facts.allowed_gpus}
     used: dict[str, list[RankPlace]] = defaultdict(list)
     without: list[Reported[PlacementFacts]] = []
-    for one in on_host:
-        visible = one.facts.gpus
+    for report in on_host:
+        visible = report.facts.gpus
         if not visible:
-            without.append(one)
+            without.append(report)
         elif len(visible) == 1:
-            used[visible[0]].append(one.place)
+            used[visible[0]].append(report.place)
         else:
-            used[visible[one.place.local_rank % len(visible)]].append(one.place)
+            used[visible[report.place.local_rank % len(visible)]].append(report.place)
 
     if without and allowed:
         yield _finding(
             Level.BAD if used else Level.WARNING,
-            f"{show([one.place for one in without])} see{'s' * (len(without) == 1)} no GPU "
+            f"{show([report.place for report in without])} see{'s' * (len(without) == 1)} no GPU "
             f"({without[0].facts.device_masks}), but the host has {len(allowed)}. Expected a GPU "
             "for each rank; they would train on CPUs",
             "Correct or unset the mask, or request GPUs for each rank",
-            [one.place for one in without],
+            [report.place for report in without],
         )
     shared = {gpu: places for gpu, places in used.items() if len(places) > 1}
     for gpu, places in list(shared.items())[:_SHOWN]:
-        masks = {one.facts.device_masks for one in on_host if one.place in places}
+        masks = {report.facts.device_masks for report in on_host if report.place in places}
         yield _finding(
             Level.BAD,
             f"{show(places)} share GPU {gpu} ({'; '.join(sorted(masks))}). Expected a GPU "
@@ -308,17 +308,17 @@ def _check_cores(
 ) -> Iterator[Finding]:
     """Check the cores of a host's ranks; allocated: CPUs of the job there, 0 without a job."""
     place, facts = on_host[0].place, on_host[0].facts
-    ranks = [one.place.rank for one in on_host]
+    ranks = [report.place.rank for report in on_host]
     masks = HostMasks(
         bind=True,
         topology=facts.topology,
         binding=facts.binding,
-        masks=tuple(one.facts.mask for one in on_host),
-        local_ranks=tuple(one.place.local_rank for one in on_host),
-        gpu_nodes=tuple(_gpu_node(one) for one in on_host),
+        masks=tuple(report.facts.mask for report in on_host),
+        local_ranks=tuple(report.place.local_rank for report in on_host),
+        gpu_nodes=tuple(_gpu_node(report) for report in on_host),
         openmp=facts.openmp,
     )
-    places = [one.place for one in on_host]
+    places = [report.place for report in on_host]
     try:
         note = note_on_cores(place.host, facts.cpus, ranks, masks)
     except LaunchError as error:
@@ -327,7 +327,7 @@ def _check_cores(
     if note:
         yield _finding(Level.WARNING, note.problem, note.remedy, places)
 
-    usable = {cpu for one in on_host for cpu in cpus_of_mask(one.facts.mask)}
+    usable = {cpu for report in on_host for cpu in cpus_of_mask(report.facts.mask)}
     # 0: outside of a job, where all CPUs count. None: unknown, since other jobs may run there.
     cpus = facts.cpus if allocated == 0 else min(allocated or 0, facts.cpus)
     if not note and 2 * len(usable) <= cpus:
@@ -348,9 +348,11 @@ def _check_cores(
             f"Start at most {facts.cpus} ranks on this host",
             places,
         )
-    threads = sum(one.facts.threads for one in on_host)
+    threads = sum(report.facts.threads for report in on_host)
     if threads > max(len(usable), len(on_host)):
-        count, name = max((one.facts.threads, one.facts.threads_variable) for one in on_host)
+        count, name = max(
+            (report.facts.threads, report.facts.threads_variable) for report in on_host
+        )
         yield _finding(
             Level.WARNING,
             f"{len(on_host)} ranks on {place.host} would start {threads} threads ({name}={count}) "
@@ -361,27 +363,27 @@ def _check_cores(
         )
 
 
-def _gpu_node(one: Reported[PlacementFacts]) -> int | None:
+def _gpu_node(report: Reported[PlacementFacts]) -> int | None:
     """Return the NUMA node of a rank's GPU, if it is known."""
-    nodes = one.facts.gpu_nodes
-    return nodes[one.place.local_rank % len(nodes)] if nodes else None
+    nodes = report.facts.gpu_nodes
+    return nodes[report.place.local_rank % len(nodes)] if nodes else None
 
 
 def _describe(hosts: Sequence[Sequence[Reported[PlacementFacts]]]) -> str:
     """Return "2 ranks on each of 4 hosts, a GPU each, 8 cores each"."""
     counts = Counter(len(on_host) for on_host in hosts)
     ranks = " or ".join(f"{count} rank{'s' * (count > 1)}" for count in sorted(counts))
-    has_gpus = any(one.facts.gpus for on_host in hosts for one in on_host)
+    has_gpus = any(report.facts.gpus for on_host in hosts for report in on_host)
     cores: set[int] = set()
     for on_host in hosts:
         facts = on_host[0].facts
-        masks = tuple(one.facts.mask for one in on_host)
+        masks = tuple(report.facts.mask for report in on_host)
         local_ranks = tuple(range(len(on_host)))
-        nodes = tuple(_gpu_node(one) for one in on_host)
+        nodes = tuple(_gpu_node(report) for report in on_host)
         chosen = choose_cores(
             HostMasks(True, facts.topology, facts.binding, masks, local_ranks, nodes)
         )
-        cores |= {one.threads for one in chosen}
+        cores |= {share.threads for share in chosen}
     of_hosts = f"each of {len(hosts)} hosts" if len(hosts) > 1 else hosts[0][0].place.host
     each = f"{min(cores)}" if len(cores) == 1 else f"{min(cores)} to {max(cores)}"
     plural = "" if cores == {1} else "s"
@@ -397,6 +399,6 @@ def _finding(
     places: Iterable[RankPlace] = (),
     hosts: Sequence[str] = (),
 ) -> Finding:
-    ranks = tuple(one.rank for one in places)
-    named = tuple(hosts or dict.fromkeys(one.host for one in places))
+    ranks = tuple(place.rank for place in places)
+    named = tuple(hosts or dict.fromkeys(place.host for place in places))
     return Finding(level, message, remedy, ranks, named)

@@ -95,13 +95,15 @@ class StorageCheck(Check[StorageFacts]):
 
     def conclude(self, reported: Sequence[Reported[StorageFacts]]) -> Iterator[Finding]:
         findings: list[Finding] = []
-        columns = zip(*(one.facts.folders for one in reported), strict=True)
+        columns = zip(*(report.facts.folders for report in reported), strict=True)
         for column in columns:
-            of_host = {one.place.host: folder for one, folder in zip(reported, column, strict=True)}
+            of_host = {
+                report.place.host: folder for report, folder in zip(reported, column, strict=True)
+            }
             findings += _conclude_on_folder(_with_missing(of_host))
         yield from findings
         if reported and not findings:
-            yield Finding(Level.GOOD, _summary([one.facts for one in reported]))
+            yield Finding(Level.GOOD, _summary([report.facts for report in reported]))
 
 
 # On each host -------------------------------------------------------------------------------------
@@ -349,7 +351,7 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
 def _summary(facts: Sequence[StorageFacts]) -> str:
     """Return what was found where nothing is wrong."""
     parts = []
-    for column in zip(*(one.folders for one in facts), strict=True):
+    for column in zip(*(facts_of_host.folders for facts_of_host in facts), strict=True):
         used = [folder for folder in column if not folder["problem"]]
         seconds = [folder["seconds"] for folder in used if folder["seconds"] is not None]
         free = [folder["free_bytes"] for folder in used if folder["free_bytes"] is not None]

@@ -71,18 +71,18 @@ class TorchImportCheck(Check[ImportFacts]):
         return _outcome or ImportFacts(None)
 
     def conclude(self, reported: Sequence[Reported[ImportFacts]]) -> Iterator[Finding]:
-        failed = [one for one in reported if one.facts.error]
-        for one in failed:
+        failed = [report for report in reported if report.facts.error]
+        for report in failed:
             yield Finding(
                 Level.BAD,
-                f"torch cannot be imported on {one.place.host}: {one.facts.error}",
+                f"torch cannot be imported on {report.place.host}: {report.facts.error}",
                 "Reinstall the package or library that the message names. Unset PYTHONPATH if it "
                 "contains packages of another Python",
-                hosts=(one.place.host,),
+                hosts=(report.place.host,),
             )
         if failed:
             return
-        seconds = {one.place.host: one.facts.seconds for one in reported}
+        seconds = {report.place.host: report.facts.seconds for report in reported}
         slow = list(_outliers(seconds, SLOW_FACTOR, SLOW_SECONDS))
         for host, waited, usual in slow:
             yield Finding(
@@ -92,7 +92,7 @@ class TorchImportCheck(Check[ImportFacts]):
                 "Exclude the host if that happens again, and report it. See there: iostat -x",
                 hosts=(host,),
             )
-        known = [one for one in seconds.values() if one is not None]
+        known = [duration for duration in seconds.values() if duration is not None]
         longest = max(known, default=0.0)
         if not slow and longest > LONG_SECONDS:
             yield Finding(
