@@ -19,7 +19,7 @@ _UNKNOWN = "not reported by the launcher; the start-up exchange determines it"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Explain the launcher of this process; return the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
-    names = ", ".join(dict.fromkeys(one.name for one in LAUNCHERS))
+    names = ", ".join(dict.fromkeys(launcher.name for launcher in LAUNCHERS))
     parser.add_argument("launcher", nargs="?", help=f"use this one; skip detection: {names}")
     parser.add_argument("--json", action="store_true", help="print the placement as JSON")
     args = parser.parse_args(arguments)
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         value = getattr(placement, name)
         lines.append(f"{name:<17} {_UNKNOWN if value is None else value}")
 
-    others = dict.fromkeys(name for one in LAUNCHERS for name in one.variables if name not in used)
+    others = dict.fromkeys(
+        name for launcher in LAUNCHERS for name in launcher.variables if name not in used
+    )
     lines.append(f"decided by        {shown(os.environ, used) or 'no variable'}")
     lines.append(f"ignored           {shown(os.environ, others) or 'nothing'}")
     lines += [f"note              {note}" for note in placement.notes]

@@ -90,8 +90,12 @@ def find_launcher(
     if launcher is not None:
         return _by_name(environ, launcher)
 
-    candidates = [one for one in LAUNCHERS if one.is_present(environ)]
-    possible = [one for one in LAUNCHERS if one in candidates or one.is_undecided(environ)]
+    candidates = [launcher for launcher in LAUNCHERS if launcher.is_present(environ)]
+    possible = [
+        launcher
+        for launcher in LAUNCHERS
+        if launcher in candidates or launcher.is_undecided(environ)
+    ]
     parents = iter(ancestors)
     chosen, reason = _nearest(environ, possible, parents)
     if chosen is None and candidates == [_SINGLE]:
@@ -106,13 +110,13 @@ def find_launcher(
 
 def _by_name(environ: Mapping[str, str], name: str) -> Detection:
     """Use the launcher that the user has named."""
-    named = [one for one in LAUNCHERS if one.name == name]
+    named = [launcher for launcher in LAUNCHERS if launcher.name == name]
     if not named:
-        known = ", ".join(dict.fromkeys(one.name for one in LAUNCHERS))
+        known = ", ".join(dict.fromkeys(launcher.name for launcher in LAUNCHERS))
         raise ValueError(f"launcher is {name!r}; expected one of {known}")
-    for one in named:
-        if one.is_present(environ):
-            return Detection(one, _read(one, environ), _BY_NAME, environ)
+    for launcher in named:
+        if launcher.is_present(environ):
+            return Detection(launcher, _read(launcher, environ), _BY_NAME, environ)
     required = filter(None, (named[0].rank_variable, named[0].world_size_variable))
     raise LaunchError(
         f"launcher={name!r} was requested, but it has not set {' and '.join(required)} in this "
@@ -132,11 +136,11 @@ def _nearest(
     by_name: only programs that have a launcher's name count.
     """
     for command in ancestors:
-        for one in launchers:
-            if one.is_named(command) if by_name else one.is_parent(command):
+        for launcher in launchers:
+            if launcher.is_named(command) if by_name else launcher.is_parent(command):
                 nearest = command.strip()[:100]
-                return one, f"the nearest launcher among the parent processes is: {nearest}"
-        if any(one.starts_shell(command, environ) for one in LAUNCHERS):
+                return launcher, f"the nearest launcher among the parent processes is: {nearest}"
+        if any(launcher.starts_shell(command, environ) for launcher in LAUNCHERS):
             by_hand = _BY_HAND if _BY_HAND in launchers else _SINGLE
             return by_hand, f"the parent process starts a shell, not a rank: {command.strip()}"
     return None, ""
@@ -152,7 +156,9 @@ def _check_outer(
 
     ancestors: of the agent.
     """
-    outer, _ = _nearest(environ, [one for one in candidates if one is not chosen], ancestors)
+    outer, _ = _nearest(
+        environ, [launcher for launcher in candidates if launcher is not chosen], ancestors
+    )
     tasks = outer.read(environ).world_size if outer else 1
     if outer and tasks > 1:
         raise LaunchError(
@@ -168,7 +174,11 @@ def _below_rank(
     environ: Mapping[str, str], rank: RankProcess, ancestors: Iterable[str]
 ) -> Detection:
     """Decide about a process that a rank has started: it is one itself below another launcher."""
-    candidates = [one for one in LAUNCHERS if one.is_present(environ) and one.starts_processes]
+    candidates = [
+        launcher
+        for launcher in LAUNCHERS
+        if launcher.is_present(environ) and launcher.starts_processes
+    ]
     chosen, reason = _nearest(environ, candidates, ancestors, by_name=True)
     if not (chosen and chosen.sets_rank_variables):
         environ = without_inherited(environ)
@@ -202,15 +212,19 @@ def _detection(
     )
     expected = (chosen.name, *chosen.also_sets)
     ignored = {
-        one.name: one
-        for one in reversed(candidates)
-        if one.is_noted_when_ignored and one.name not in expected
+        launcher.name: launcher
+        for launcher in reversed(candidates)
+        if launcher.is_noted_when_ignored and launcher.name not in expected
     }
-    for one in ignored.values():
-        notes.append(f"{shown(environ, one.number_variables)} of {one.name} {was_ignored}")
+    for launcher in ignored.values():
+        notes.append(
+            f"{shown(environ, launcher.number_variables)} of {launcher.name} {was_ignored}"
+        )
 
     users = (chosen, *ignored.values())
-    is_unused = chosen is not _SINGLE and all(one.rank_variable != "RANK" for one in users)
+    is_unused = chosen is not _SINGLE and all(
+        launcher.rank_variable != "RANK" for launcher in users
+    )
     if is_unused and is_set(environ, "RANK") and is_stale(environ, placement):
         notes.append(f"{shown(environ, RANK_VARIABLES)} {was_ignored}")
     return Detection(chosen, placement.replace(notes=tuple(notes)), reason, environ)

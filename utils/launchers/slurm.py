@@ -186,7 +186,7 @@ def _component_nodes(environ: Mapping[str, str]) -> list[str]:
     for kind in ("HET", "PACK"):  # some versions write PACK
         names = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{number}" for number in itertools.count())
         if nodes := list(itertools.takewhile(bool, map(environ.get, names))):
-            return [str(one) for one in nodes]
+            return [str(node) for node in nodes]
     return []
 
 
