@@ -353,10 +353,10 @@ def choose_cores(host: HostMasks) -> list[RankCores]:
 def _bind_as_given(host: HostMasks, masks: Sequence[Cpus]) -> list[Cpus]:
     """Return the CPUs that DDPKIT_CPU_BIND gives to each rank, without those outside its mask."""
     try:
-        given = parse_binding(host.binding, max(host.local_ranks) + 1)
+        bindings = parse_binding(host.binding, max(host.local_ranks) + 1)
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    entries = (given[local_rank] for local_rank in host.local_ranks)
+    entries = (bindings[local_rank] for local_rank in host.local_ranks)
     return [entry & mask or mask for entry, mask in zip(entries, masks, strict=True)]
 
 
@@ -388,21 +388,27 @@ def note_on_cores(
             "Unset the variable: the kit then binds each rank to its share of the cores",
         )
     entries = parse_binding(reported.binding) if binds and reported.binding else []
-    for rank, local_rank, one, mask in zip(ranks, reported.local_ranks, chosen, masks, strict=True):
+    for rank, local_rank, share, mask in zip(
+        ranks, reported.local_ranks, chosen, masks, strict=True
+    ):
         if entries and not entries[local_rank] <= mask:
             return CoreNote(
                 f"{CPU_BIND} gives CPUs {format_ranges(entries[local_rank])} to rank {rank} on "
-                f"{host}, which may run on {format_ranges(mask)} only; it runs on {one.cpus}",
+                f"{host}, which may run on {format_ranges(mask)} only; it runs on {share.cpus}",
                 f"Request whole nodes and start without --cpu-bind, or correct {CPU_BIND}",
             )
-    far = [(rank, one) for rank, one in zip(ranks, chosen, strict=True) if one.gpu_node is not None]
+    far = [
+        (rank, share)
+        for rank, share in zip(ranks, chosen, strict=True)
+        if share.gpu_node is not None
+    ]
     if not far:
         return None
-    rank, one = far[0]
+    rank, share = far[0]
     more = f" ({len(far)} ranks of this host are far from their GPU)" if len(far) > 1 else ""
     return CoreNote(
-        f"rank {rank} on {host} runs on CPUs {one.cpus} of NUMA node {one.nodes}, but its GPU "
-        f"is on node {one.gpu_node}{more}",
+        f"rank {rank} on {host} runs on CPUs {share.cpus} of NUMA node {share.nodes}, but its GPU "
+        f"is on node {share.gpu_node}{more}",
         f"Correct or unset {CPU_BIND}"
         if entries
         else "Request the whole host and start with --cpu-bind=none (srun, PALS) or --bind-to none "

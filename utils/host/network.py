@@ -136,18 +136,24 @@ def local_addresses() -> list[str]:
                 f"up and has an address; it has {', '.join(present)}. Name one of these"
             )
         return [present[chosen]]
-    addresses = {name: one for name, one in interfaces().items() if not is_loopback(one)}
-    bridged = [one for name, one in addresses.items() if name.startswith(_PRIVATE_BRIDGES)]
-    outward = [one for one in addresses.values() if one not in bridged]
+    addresses = {
+        name: address for name, address in interfaces().items() if not is_loopback(address)
+    }
+    bridged = [address for name, address in addresses.items() if name.startswith(_PRIVATE_BRIDGES)]
+    outward = [address for address in addresses.values() if address not in bridged]
     host = socket.gethostname()
-    named = [one for one in [*resolve_on_fabric(host), *resolve(host)] if one in outward]
+    named = [
+        address for address in [*resolve_on_fabric(host), *resolve(host)] if address in outward
+    ]
     outward.sort(key=lambda address: ":" in address)
     return list(dict.fromkeys([*named, *outward, *bridged]))
 
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has this address; None where there is none."""
-    return next((name for name, one in interfaces().items() if one == address), None)
+    return next(
+        (name for name, own_address in interfaces().items() if own_address == address), None
+    )
 
 
 def mtu(interface: str) -> int | None:
@@ -167,7 +173,7 @@ def default_gloo_address() -> str | None:
     """
     local = set(interfaces().values())
     resolved = resolve(socket.gethostname())
-    return next((one for one in resolved if one in local or is_loopback(one)), None)
+    return next((address for address in resolved if address in local or is_loopback(address)), None)
 
 
 def missing_interfaces(names: Iterable[str]) -> list[str]:

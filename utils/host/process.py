@@ -188,7 +188,7 @@ def work_done() -> tuple[float, float, bool]:
     """
     # Not the threads of gloo: they look for work a hundred times a second.
     main = threading.main_thread()  # its native_id is that of the parent after a fork
-    own = {os.getpid() if one is main else one.native_id for one in threading.enumerate()}
+    own = {os.getpid() if thread is main else thread.native_id for thread in threading.enumerate()}
     own.discard(threading.get_native_id())
     seconds = megabytes = 0.0
     for pid in with_descendants([os.getpid()]):

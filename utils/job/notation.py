@@ -18,11 +18,11 @@ def short_name(host: str) -> str:
     return host if _ADDRESS.fullmatch(host) else host.partition(".")[0]
 
 
-def same_host(one: str, other: str) -> bool:
+def same_host(host: str, other: str) -> bool:
     """Whether two names mean one host: they are equal, or one of them lacks its domain."""
-    one, other = one.lower(), other.lower()
-    one_lacks_domain = "." not in one or "." not in other
-    return one == other or (one_lacks_domain and short_name(one) == short_name(other))
+    host, other = host.lower(), other.lower()
+    lacks_domain = "." not in host or "." not in other
+    return host == other or (lacks_domain and short_name(host) == short_name(other))
 
 
 # "1-12:30:15", "1-12" (days-hours); "120:00:00"; "30:00" (minutes:seconds); "90"

@@ -22,10 +22,10 @@ def exclude_hosts(job_id: str, hosts: Sequence[str], dry_run: bool = False) -> s
     """
     output = run_command(["scontrol", "show", "job", job_id], timeout_seconds=_TIMEOUT_SECONDS)
     [job, *_] = records(output) or [{}]
-    given = job.get("ExcNodeList", "").replace("(null)", "")
+    node_list = job.get("ExcNodeList", "").replace("(null)", "")
     names, total = nodes_of(hosts, job.get("Partition", ""))
     try:
-        excluded = expand_hostlist(given) if given else []
+        excluded = expand_hostlist(node_list) if node_list else []
     except ValueError:  # a form of a later Slurm
         excluded = []
     new = [name for name in names if name not in excluded]
@@ -34,7 +34,7 @@ def exclude_hosts(job_id: str, hosts: Sequence[str], dry_run: bool = False) -> s
     requested = parse_number(job.get("NumNodes", "").partition("-")[0]) or 1  # "2", "2-4"
     problem = too_few([*excluded, *new], total, requested)
     if not problem and not dry_run:
-        value = ",".join([*([given] if given else []), *new])
+        value = ",".join([*([node_list] if node_list else []), *new])
         run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={value}"])
     return problem
 
