@@ -55,9 +55,13 @@ def read_collectives(
             groups[label] = Group(format_ranges(ranks), entered, timeout=timeout)
     try:
         recorded = [trace.get("entries") or [] for trace in traces]
-        entries = sorted(itertools.chain(*recorded), key=lambda one: int(one["time_created_ns"]))
+        entries = sorted(
+            itertools.chain(*recorded), key=lambda entry: int(entry["time_created_ns"])
+        )
         calls = [_collective(entry, members, frames) for entry in entries]
-        is_complete = not any(one and one[0]["record_id"] for one in recorded)  # none overwritten
+        is_complete = not any(  # none overwritten
+            trace_entries and trace_entries[0]["record_id"] for trace_entries in recorded
+        )
     except (KeyError, IndexError, TypeError, ValueError):  # another version of the format
         calls, is_complete = [], False
     are_known = bool(calls) or any(trace.get("pg_config") for trace in traces)
@@ -128,9 +132,9 @@ def _calls_wait(frame: FrameType) -> bool:
     lines = dis.findlinestarts(frame.f_code)
     start = min((offset for offset, line in lines if line == frame.f_lineno), default=0)
     return any(
-        one.argval == "wait" and start <= one.offset < frame.f_lasti
-        for one in dis.get_instructions(frame.f_code)
-        if one.opname in ("LOAD_METHOD", "LOAD_ATTR")
+        instruction.argval == "wait" and start <= instruction.offset < frame.f_lasti
+        for instruction in dis.get_instructions(frame.f_code)
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR")
     )
 
 

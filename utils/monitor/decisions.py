@@ -117,9 +117,9 @@ class Decisions:
 
     def connected(self, rank: int) -> list[Action]:
         """Torch has connected a rank. Rank 0 tells the others when it has connected all."""
-        for one in [rank] if self.rank == 0 else self.hosts:  # rank 0 says so of all ranks
-            if self.states[one] is State.STARTING:
-                self.states[one] = State.RUNNING
+        for started in [rank] if self.rank == 0 else self.hosts:  # rank 0 says so of all ranks
+            if self.states[started] is State.STARTING:
+                self.states[started] = State.RUNNING
         if self.rank == 0 and self.all_started:
             return [Send({"kind": "connected"}, self.others())]
         return []
@@ -291,7 +291,7 @@ class Decisions:
             return
         if mismatch := hang.describe_mismatch(self.positions, self.hosts, all_sizes=True):
             ranks = hang.mismatched(self.positions, all_sizes=True)
-            aborted = next(rank for rank, one in self.departed.items() if one is known)
+            aborted = next(rank for rank, cause in self.departed.items() if cause is known)
             text = f"{mismatch}. Then gloo aborted rank {aborted} (SIGABRT)"
             self.first = self.hang(text, ranks)
         elif example := hang.describe_waiting(self.positions):
@@ -332,7 +332,7 @@ class Decisions:
 
         places: what the ranks that still run wait in, and where.
         """
-        left = [rank for rank, one in self.departed.items() if one and one.kind == "uneven"]
+        left = [rank for rank, cause in self.departed.items() if cause and cause.kind == "uneven"]
         if not places or not left or (self.rank == 0 and 2 * len(left) < len(self.hosts)):
             return None
         calls: dict[str, list[int]] = {}
@@ -381,7 +381,9 @@ class Decisions:
         self._next_check = now + 1.0  # not for every message of thousands of ranks that leave
         calls = read_collectives()
         awaited = self._awaited_after_leaving(calls)
-        causes = {rank: one for rank, one in self.departed.items() if one and one.kind == "lost"}
+        causes = {
+            rank: cause for rank, cause in self.departed.items() if cause and cause.kind == "lost"
+        }
         is_lost = bool(causes)
         causes = causes or {
             rank: cause
@@ -398,7 +400,7 @@ class Decisions:
             return None
         cause, *others = (cause for _, cause in sorted(causes.items())[:_SHOWN_CAUSES])
         if others:
-            cause = Failure("; ".join(one.text for one in (cause, *others)), cause.kind)
+            cause = Failure("; ".join(failure.text for failure in (cause, *others)), cause.kind)
         found = f"A rank has ended: no collective for {seconds:.0f} s since then"
         if is_lost:
             found = (

@@ -211,7 +211,9 @@ class Inspection:
         if not departed and not waits(decisions.positions, running):
             ranks = set()  # all are idle: nothing shows which one is wrong
         cause = decisions.hang(text, ranks)
-        left = next((one for one in decisions.departed.values() if one and one.text == text), None)
+        left = next(
+            (cause for cause in decisions.departed.values() if cause and cause.text == text), None
+        )
         if left and left.kind == "uneven":
             left = decisions.explain_left(places_of_waits(decisions.positions)) or left
         self._announce_hang(known or left or cause)

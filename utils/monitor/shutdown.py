@@ -265,7 +265,10 @@ def _place_of(error: BaseException, call: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = user_frame((f.filename, f.lineno or 0, f.name) for f in reversed(frames))
     names = (frame.name for frame in reversed(frames))
-    name = next((one for one in names if not one.startswith("_") and one != "wrapper"), "")
+    name = next(
+        (function for function in names if not function.startswith("_") and function != "wrapper"),
+        "",
+    )
     return f"{call or f'{name}()'} at {place}"
 
 
