@@ -173,7 +173,9 @@ def _hints(placement: Placement, endpoints: Endpoints) -> Iterator[str]:
     resolved, local = network.resolve(address), network.local_addresses()
     if not resolved:
         yield f"MASTER_ADDR={address} does not resolve on rank 0's host"
-    elif not any(one in local or ":" in one or network.is_loopback(one) for one in resolved):
+    elif not any(
+        address in local or ":" in address or network.is_loopback(address) for address in resolved
+    ):
         yield (
             f"MASTER_ADDR={address} is no address of rank 0's host {socket.gethostname()}, which "
             f"has {', '.join(local[:4])}"

@@ -185,14 +185,14 @@ def _masks_of(
     on_host = [reports[rank] for rank in ranks]
     indices = [assignments[rank]["device_index"] for rank in ranks]
     return HostMasks(
-        bind=all(one["bind"] for one in on_host),
-        topology=next((one["topology"] for one in on_host if one["topology"]), ""),
+        bind=all(report["bind"] for report in on_host),
+        topology=next((report["topology"] for report in on_host if report["topology"]), ""),
         binding=on_host[0]["binding"],
-        masks=tuple(one["cores"] for one in on_host),
+        masks=tuple(report["cores"] for report in on_host),
         local_ranks=tuple(assignments[rank]["local_rank"] for rank in ranks),
         gpu_nodes=tuple(
-            None if index is None else one["device_nodes"][index]
-            for one, index in zip(on_host, indices, strict=True)
+            None if index is None else report["device_nodes"][index]
+            for report, index in zip(on_host, indices, strict=True)
         ),
         openmp=on_host[0]["openmp_binding"],
     )
@@ -255,9 +255,11 @@ def _assign_host(
 ) -> dict[int, Assignment]:
     """Assign the ranks of one host. Raises LaunchError when its GPUs do not match them."""
     on_host = [reports[rank] for rank in ranks]
-    known = all(one["local_rank"] is not None and one["local_world_size"] for one in on_host)
+    known = all(
+        report["local_rank"] is not None and report["local_world_size"] for report in on_host
+    )
     # Several agents of torchrun on one host report the same local ranks twice.
-    several_agents = known and len({one["local_rank"] for one in on_host}) < len(ranks)
+    several_agents = known and len({report["local_rank"] for report in on_host}) < len(ranks)
 
     assignments: dict[int, Assignment] = {}
     for index, (rank, report) in enumerate(zip(ranks, on_host, strict=True)):
@@ -374,8 +376,8 @@ def _table(
             _device_name(reports[rank]["backend"], assignments[rank]["device_index"])
             for rank in ranks
         ]
-        counts = [str(one.cores) for one in chosen]
-        nodes = [one.nodes or "?" for one in chosen]
+        counts = [str(share.cores) for share in chosen]
+        nodes = [share.nodes or "?" for share in chosen]
         threads = [
             reports[rank]["omp_num_threads"] or str(assignments[rank]["threads"]) for rank in ranks
         ]
@@ -389,8 +391,8 @@ def _table(
         lines.append(f"  {'  '.join(cells)}".rstrip())
     if len(host_ranks) > _SHOWN_HOSTS:
         lines.append(f"  ... and {len(host_ranks) - _SHOWN_HOSTS} more hosts")
-    if all(one.nodes for one in cores[0]) and len(cores[0]) <= _SHOWN_RANKS:
-        cpus = ":".join(one.cpus for one in cores[0])  # as DDPKIT_CPU_BIND=list: expects it
+    if all(share.nodes for share in cores[0]) and len(cores[0]) <= _SHOWN_RANKS:
+        cpus = ":".join(share.cpus for share in cores[0])  # as DDPKIT_CPU_BIND=list: expects it
         lines.append(f"  CPUs of {name_ranks(host_ranks[0])}: {cpus}")
     return "\n".join(lines)
 
