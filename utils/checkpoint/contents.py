@@ -143,10 +143,14 @@ def read_contents(
     entries = {entry["tensor"]: entry for entry in tensor_entries([tree, own])}
     found = layouts(state, tree) if "torch.distributed.tensor" in sys.modules else {}
     # The comparison with the state reports other shapes.
-    layout = {name: one for name, one in found.items() if [*one.shape] == entries[name]["shape"]}
+    layout = {
+        name: tensor_layout
+        for name, tensor_layout in found.items()
+        if [*tensor_layout.shape] == entries[name]["shape"]
+    }
     needed = {name: Needed(entry, layout.get(name)) for name, entry in entries.items()}
 
-    boxes = {name: one.box for name, one in needed.items()}
+    boxes = {name: entry.box for name, entry in needed.items()}
     for number, slices in slices_by_file(manifest, boxes, mine).items():
         header = headers.get(number) or read_header(folder, files[number])
         pieces = []
@@ -159,7 +163,7 @@ def read_contents(
         read_data(folder, files[number], pieces)
         for name in {name for names, _ in slices for name in names}:
             needed[name].copy_parts()
-    tensors = {name: one.tensor() for name, one in needed.items()}
+    tensors = {name: part.tensor() for name, part in needed.items()}
     return Contents(tree, part_names, own, tensors, random, of_rank_0["versions"])
 
 

@@ -194,7 +194,7 @@ class CheckpointFolder(ReadFolder):
         if rules.keep_best:
             found = {name: self._metric(name) for name in newest.values()}
             metrics = {name: metric for name, metric in found.items() if metric is not None}
-            ranked = sorted(metrics, key=lambda one: metrics[one], reverse=rules.best == "max")
+            ranked = sorted(metrics, key=lambda name: metrics[name], reverse=rules.best == "max")
             kept |= set(ranked[: rules.keep_best])
         links = [self.path / name for name in kept if (self.path / name).is_symlink()]
         return kept | {Path(os.path.realpath(link)).name for link in links}

@@ -69,7 +69,7 @@ class Packed:
 
     def of(self, *kinds: Kind) -> dict[str, Tensor]:
         """Return the tensors of these kinds."""
-        return {name: one for name, one in self.tensors.items() if self.kinds[name] in kinds}
+        return {name: tensor for name, tensor in self.tensors.items() if self.kinds[name] in kinds}
 
 
 def pack(state: Any, replicated: frozenset[int] = frozenset()) -> Packed:

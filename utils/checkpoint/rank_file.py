@@ -106,7 +106,9 @@ def read_tensors(folder: Path, entry: FileEntry) -> dict[str, Tensor]:
     """
     places = read_header(folder, entry).places
     tensors = {name: allocate(place.shape, place.dtype) for name, place in places.items()}
-    read_data(folder, entry, [(places[name].start, memory(one)) for name, one in tensors.items()])
+    read_data(
+        folder, entry, [(places[name].start, memory(tensor)) for name, tensor in tensors.items()]
+    )
     return tensors
 
 

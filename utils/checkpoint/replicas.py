@@ -25,13 +25,15 @@ class ReplicaSample:
     def __init__(self, packed: Packed) -> None:
         common = packed.of("common")
         self.names = [*packed.settings, *common]
-        self._settings = [zlib.crc32(json.dumps(one).encode()) for one in packed.settings.values()]
+        self._settings = [
+            zlib.crc32(json.dumps(setting).encode()) for setting in packed.settings.values()
+        ]
         self._count = len(common)
         self._samples = take_sample(list(common.values()))
 
     def digests(self) -> str:
         """Wait for the copies from a GPU, and return the digests of all entries in one string."""
-        of_settings = "".join(f"{one:0{DIGITS}x}" for one in self._settings)
+        of_settings = "".join(f"{checksum:0{DIGITS}x}" for checksum in self._settings)
         return of_settings + digests(self._samples, self._count)[0]
 
 

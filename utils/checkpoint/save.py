@@ -165,7 +165,7 @@ def _commit(
     folder: CheckpointFolder,
 ) -> _Decision:
     """Commit the files of all ranks on rank 0, or delete them."""
-    failures = [one for report in reports if (one := report["failure"]) is not None]
+    failures = [failure for report in reports if (failure := report["failure"]) is not None]
     try:
         if not failures:
             accepted = _accepted(job)
@@ -198,7 +198,7 @@ def make_manifest(job: SaveJob, reports: Sequence[SaveReport]) -> Manifest:
         "world_size": len(reports),
         "metric": job.metric,
         "files": [report["entry"] for report in reports],
-        "whole": {name: rank for rank, one in enumerate(reports) for name in one["whole"]},
+        "whole": {name: rank for rank, report in enumerate(reports) for name in report["whole"]},
         "sharded": job.sharded,
         "layouts": layouts,
     }

@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
     def ends(self) -> tuple[int, ...]:
-        return tuple(one + size for one, size in zip(self.offsets, self.sizes, strict=True))
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def of(self, tensor: Tensor, held: Box) -> Tensor:
         """Return the view of this box in a tensor that holds the box `held`."""
@@ -58,7 +58,9 @@ def shard_of(value: DTensor, path: Path) -> Shard:
     from torch.distributed.tensor import Shard as Sharded
 
     coordinate, placements = value.device_mesh.get_coordinate(), value.placements
-    if coordinate is None or any(type(one) not in (Replicate, Sharded) for one in placements):
+    if coordinate is None or any(
+        type(placement) not in (Replicate, Sharded) for placement in placements
+    ):
         raise StateError(
             f"{show_path(path)} is a DTensor with placements {list(placements)} on "
             f"{value.device_mesh}; expected Shard and Replicate, and this rank in the mesh. "
@@ -125,7 +127,9 @@ def layouts(state: Any, tree: Tree) -> dict[str, DTensor]:
         optimizer, saved = unwrap(value), _at(tree, path)
         if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(saved, dict):
             continue
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         for number, of_parameter in _pairs(_at(saved.get("state"), ("state",))):
             if isinstance(number, int) and number < len(parameters):
                 parameter = parameters[number]

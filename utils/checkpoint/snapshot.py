@@ -32,7 +32,7 @@ def replicated_parameters(state: Any) -> frozenset[int]:
     if not (dist.is_available() and dist.is_initialized()):
         return frozenset()
     values = [value for _, value in walk(state)]
-    per_rank = (one.value for one in values if isinstance(one, PerRank))
+    per_rank = (value.value for value in values if isinstance(value, PerRank))
     own = {id(value) for part in per_rank for _, value in walk(part)}  # as of a sharded optimizer
     optimizers = (
         value

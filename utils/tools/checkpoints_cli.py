@@ -62,29 +62,30 @@ def main(words: Sequence[str]) -> int:
 
 def _report(folder: Path, step: int | None, verify: bool, as_json: bool) -> int:
     names = checkpoint_names(folder)
-    found = [_describe(folder / name, verify) for name in names]
+    checkpoints = [_describe(folder / name, verify) for name in names]
     if step is not None:
-        found = [one for one in found if one.get("step") == step]
-    if not found:
+        checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.get("step") == step]
+    if not checkpoints:
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointError(
             f"there is no {wanted} in {folder}. Expected the folder of a training"
         )
-    for one in found:
-        problem = one.get("problem")
-        text = f"{one['name']}  {one.get('ranks', '?')} ranks  {one.get('bytes', 0) / 1e6:.1f} MB"
-        metric = one.get("metric")
+    for checkpoint in checkpoints:
+        problem = checkpoint.get("problem")
+        megabytes = checkpoint.get("bytes", 0) / 1e6
+        text = f"{checkpoint['name']}  {checkpoint.get('ranks', '?')} ranks  {megabytes:.1f} MB"
+        metric = checkpoint.get("metric")
         text += f"  metric {metric:g}" if metric is not None else ""
         text += f"  {problem}" if problem else "  intact" if verify else ""
-        print_result(json.dumps(one) if as_json else text)
-    return int(any("problem" in one for one in found))
+        print_result(json.dumps(checkpoint) if as_json else text)
+    return int(any("problem" in checkpoint for checkpoint in checkpoints))
 
 
 def _describe(path: Path, verify: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": path.name}
+    description: dict[str, Any] = {"name": path.name}
     try:
         manifest = read_manifest(path)
-        found |= {
+        description |= {
             "step": manifest["step"],
             "ranks": manifest["world_size"],
             "bytes": sum(entry["size"] for entry in manifest["files"]),
@@ -93,5 +94,7 @@ def _describe(path: Path, verify: bool) -> dict[str, Any]:
         for entry in manifest["files"] if verify else ():
             read_tensors(path, entry)
     except (Damaged, Unreadable) as error:
-        found["problem"] = f"{'damaged' if isinstance(error, Damaged) else 'unreadable'}: {error}"
-    return found
+        description["problem"] = (
+            f"{'damaged' if isinstance(error, Damaged) else 'unreadable'}: {error}"
+        )
+    return description
