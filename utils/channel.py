@@ -128,7 +128,7 @@ class Session:
             self.output += b"".join(map(_frame, self._waiting))
             self._waiting.clear()
         elif kind == "hello" and not self._is_peer and not self.hello:
-            whole = (isinstance(message.get(one), int) for one in ("version", "index", "size"))
+            whole = (isinstance(message.get(key), int) for key in ("version", "index", "size"))
             if not all(whole) or message["version"] != _VERSION:
                 raise ProtocolError("it runs another version of this kit")
             self.hello = message

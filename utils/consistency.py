@@ -138,7 +138,7 @@ def digests(samples: Sequence[Sample], count: int) -> tuple[str, bool]:
                 finite = finite and bool(part.isfinite().all())
                 part = part.masked_fill(part.isnan(), math.nan)
             found[number] = zlib.crc32(ctypes.string_at(part.data_ptr(), part.nbytes))
-    return "".join(f"{one:0{DIGITS}x}" for one in found), finite
+    return "".join(f"{checksum:0{DIGITS}x}" for checksum in found), finite
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
                 value = value.item()
             if isinstance(value, (bool, int, float, str)) or (
                 isinstance(value, (tuple, list))
-                and all(isinstance(one, (int, float)) for one in value)
+                and all(isinstance(number, (int, float)) for number in value)
             ):
                 plain[name] = value
         groups.append(plain)
@@ -160,9 +160,13 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the sampler of a loader that has the settings of DistributedSampler; None if none."""
-    for one in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0)):
-        if all(hasattr(one, name) for name in ("num_replicas", "rank")):
-            return one
+    for sampler in (
+        loader.sampler,
+        loader.batch_sampler,
+        getattr(loader.batch_sampler, "sampler", 0),
+    ):
+        if all(hasattr(sampler, name) for name in ("num_replicas", "rank")):
+            return sampler
     return None
 
 
@@ -188,11 +192,11 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one)
+        for item in value.values():
+            yield from tensors_in(item)
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from tensors_in(one)
+        for item in value:
+            yield from tensors_in(item)
 
 
 # What all ranks have reported ---------------------------------------------------------------------
@@ -303,8 +307,8 @@ def no_step_problem(ranks: Sequence[int], parameters: Sequence[Tensor]) -> str:
     """
     owners = _instances_of(DistributedDataParallel)
     averaged = [ddp for ddp in owners if ddp._lazy_init_ran and not ddp._join_config.enable]
-    held = {id(one) for ddp in averaged for one in ddp.parameters()}
-    if not ranks or not any(id(one) in held for one in parameters):
+    held = {id(parameter) for ddp in averaged for parameter in ddp.parameters()}
+    if not ranks or not any(id(parameter) in held for parameter in parameters):
         return ""
     return (
         f"the optimizer has made {_NO_STEP_AT} steps on other ranks, and none on "
@@ -319,15 +323,17 @@ def describe_divergence(problem: str, parameter: Tensor) -> str:
     Searches the objects of this process, which takes some tens of milliseconds.
     """
     found = _instances_of(nn.Module)
-    wrapped = [one for one in found if isinstance(one, DistributedDataParallel)]
+    wrapped = [module for module in found if isinstance(module, DistributedDataParallel)]
     names = [
         name
-        for module in [*(one.module for one in wrapped), *found]
-        for name, one in module.named_parameters()
-        if one is parameter
+        for module in [*(ddp.module for ddp in wrapped), *found]
+        for name, candidate in module.named_parameters()
+        if candidate is parameter
     ]
     name = max(names, key=len, default="a parameter").removeprefix("module.")
-    owners = [ddp for ddp in wrapped if any(one is parameter for one in ddp.parameters())]
+    owners = [
+        ddp for ddp in wrapped if any(candidate is parameter for candidate in ddp.parameters())
+    ]
     if names and not owners:
         reason = (
             "No DistributedDataParallel contains it, so that its gradients are not averaged. Wrap "
@@ -363,7 +369,7 @@ def _instances_of(kind: type) -> list[Any]:
         new.extend(children)
     all_objects: Iterator[object] = chain.from_iterable(map(gc.get_objects, (None,)))
     used = kinds.intersection(map(type, all_objects))
-    return [one for one in gc.get_referrers(*used) if type(one) in used]
+    return [referrer for referrer in gc.get_referrers(*used) if type(referrer) in used]
 
 
 # Watching -----------------------------------------------------------------------------------------
@@ -453,13 +459,18 @@ class TrainingWatch:
 
     def _check_parameters(self, optimizer: Optimizer, number: int, step: int) -> None:
         parameters = [
-            one for group in optimizer.param_groups for one in group["params"] if is_plain(one)
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if is_plain(parameter)
         ]
         if _is_capturing() or _has_groups():
             return
         report = {
             "settings": settings_of(optimizer),
-            "shapes": zlib.crc32(str([(one.shape, one.dtype) for one in parameters]).encode()),
+            "shapes": zlib.crc32(
+                str([(parameter.shape, parameter.dtype) for parameter in parameters]).encode()
+            ),
         }
         samples = take_sample(parameters)
         topic = f"step/{number}/{step}"
@@ -485,18 +496,26 @@ class TrainingWatch:
 
         state: all values in the state, at any depth.
         """
-        held = {id(one) for one in state} | {id(getattr(one, "optim", None)) for one in state}
-        dicts = [one for one in state if isinstance(one, dict)]  # also of state_dict()
+        held = {id(value) for value in state} | {
+            id(getattr(value, "optim", None)) for value in state
+        }
+        dicts = [value for value in state if isinstance(value, dict)]  # also of state_dict()
         missing = []
         for optimizer in self._optimizers:
             name = type(optimizer).__name__
             inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
             is_held = id(optimizer) in held or inner is not None and id(inner) in held
-            if not is_held and not any("param_groups" in one for one in dicts):
+            if not is_held and not any("param_groups" in entries for entries in dicts):
                 missing.append(f"the optimizer {name}")
-            schedules = [one for one in state if getattr(one, "optimizer", None) is optimizer]
+            schedules = [
+                schedule for schedule in state if getattr(schedule, "optimizer", None) is optimizer
+            ]
             has_schedule = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-            if has_schedule and not schedules and not any("last_epoch" in one for one in dicts):
+            if (
+                has_schedule
+                and not schedules
+                and not any("last_epoch" in entries for entries in dicts)
+            ):
                 missing.append(f"the learning-rate scheduler of {name}")
         for loader, (_, epochs, _) in self._loaders.items():
             if epochs and hasattr(loader, "state_dict") and id(loader) not in held:
@@ -532,7 +551,7 @@ class TrainingWatch:
         epoch.batches += 1
         if epoch.batch is not None or _is_capturing():
             return
-        tensors = [one for one in tensors_in(batch) if is_plain(one)]
+        tensors = [tensor for tensor in tensors_in(batch) if is_plain(tensor)]
         tensors = tensors if self._loaders[epoch.loader][1] < _CHECKED_EPOCHS else []
         epoch.batch, epoch.count = take_sample(tensors), len(tensors)
 
