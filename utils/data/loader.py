@@ -157,7 +157,9 @@ class ResumableDataLoader(DataLoader[Any]):
             batch_size=self.batch_size or 1,
             reader=weakref.ref(reader),
         )
-        self._passes = [one for one in self._passes if one.is_open] + [started]
+        self._passes = [started_pass for started_pass in self._passes if started_pass.is_open] + [
+            started
+        ]
         return started, super().__iter__()
 
     def forget_start(self, current: _Pass) -> None:
@@ -166,8 +168,8 @@ class ResumableDataLoader(DataLoader[Any]):
             self._sampler.start = 0
 
     def _close_passes(self) -> None:
-        for one in self._passes:
-            one.is_closed = True
+        for started_pass in self._passes:
+            started_pass.is_closed = True
 
     def _current_pass(self) -> _Pass | None:
         """Return the pass that the training loop reads, or None before the first of an epoch.
@@ -175,12 +177,12 @@ class ResumableDataLoader(DataLoader[Any]):
         Of several open passes it is the oldest: the loop may take the first batch of the next epoch
         before it has used the last ones of this epoch.
         """
-        for one in self._passes:
-            if one.is_open and not one.is_finished:
-                return one
-        for one in reversed(self._passes):
-            if one.epoch == self._sampler.epoch:
-                return one
+        for started_pass in self._passes:
+            if started_pass.is_open and not started_pass.is_finished:
+                return started_pass
+        for started_pass in reversed(self._passes):
+            if started_pass.epoch == self._sampler.epoch:
+                return started_pass
         return None
 
 

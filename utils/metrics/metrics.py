@@ -193,7 +193,9 @@ class Metrics:
             self.close()
         elif isinstance(error, (Exception, SystemExit)):  # the last losses may show what went wrong
             end = time.monotonic() + (_EXIT_SECONDS if isinstance(error, SystemExit) else 0)
-            while not all(one.is_complete() for one in self._pending) and time.monotonic() < end:
+            while (
+                not all(record.is_complete() for record in self._pending) and time.monotonic() < end
+            ):
                 time.sleep(0.01)
             self._pending = [record for record in self._pending if record.is_complete()]
             with contextlib.suppress(Exception):

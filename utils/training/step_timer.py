@@ -140,16 +140,18 @@ def describe_slowest(times: Sequence[RankTimes], share: float) -> str:
 
     On a single host, ranks are compared.
     """
-    several_hosts = len({one.host for one in times}) > 1
+    several_hosts = len({rank_times.host for rank_times in times}) > 1
     slowest: dict[str | int, RankTimes] = {}  # of each host
-    for one in times:
-        place = one.host if several_hosts else one.rank
-        slowest[place] = max(slowest.get(place, one), one, key=lambda times: times.work)
+    for rank_times in times:
+        place = rank_times.host if several_hosts else rank_times.rank
+        slowest[place] = max(
+            slowest.get(place, rank_times), rank_times, key=lambda times: times.work
+        )
     ranked = sorted(slowest.values(), key=lambda times: times.work)
     if len(ranked) < 2:
         return ""
 
-    worst, usual = ranked[-1], statistics.median(one.work for one in ranked[:-1])
+    worst, usual = ranked[-1], statistics.median(rank_times.work for rank_times in ranked[:-1])
     if worst.work <= usual * (1 + share):
         return ""
     return (
@@ -165,4 +167,4 @@ def append(file: str, step: int, times: Sequence[RankTimes]) -> None:
         writer = csv.writer(stream)
         if stream.tell() == 0:
             writer.writerow(["step", *RankTimes._fields])
-        writer.writerows([step, *one] for one in times)
+        writer.writerows([step, *row] for row in times)
