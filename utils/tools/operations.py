@@ -88,8 +88,8 @@ class Operation:
 
     def sequence(self, count: int, start: int) -> Tensor:
         """Return whole numbers from 0 to _PERIOD - 1 in turn, beginning at `start`."""
-        one = (torch.arange(_PERIOD, device=self.ranks.device) + start) % _PERIOD
-        return one.float().repeat(-(-count // _PERIOD))[:count]
+        period = (torch.arange(_PERIOD, device=self.ranks.device) + start) % _PERIOD
+        return period.float().repeat(-(-count // _PERIOD))[:count]
 
 
 class AllReduce(Operation):
@@ -104,9 +104,9 @@ class AllReduce(Operation):
         self.input.copy_(self.sequence(self.count, 3 * self.ranks.rank))
 
     def expected(self) -> Tensor:
-        one = sum(self.sequence(_PERIOD, 3 * rank) for rank in range(self.ranks.size))
-        assert isinstance(one, Tensor)
-        return one.repeat(-(-self.count // _PERIOD))[: self.count]
+        period = sum(self.sequence(_PERIOD, 3 * rank) for rank in range(self.ranks.size))
+        assert isinstance(period, Tensor)
+        return period.repeat(-(-self.count // _PERIOD))[: self.count]
 
 
 class ReduceScatter(AllReduce):
@@ -146,8 +146,8 @@ def exchange(
         dist.P2POp(dist.isend, sent, to, group),
         dist.P2POp(dist.irecv, received, sender, group),
     ]
-    for one in dist.batch_isend_irecv(both):
-        one.wait()
+    for request in dist.batch_isend_irecv(both):
+        request.wait()
 
 
 def time_iterations(run: Callable[[], object], count: int, device: torch.device) -> list[float]:
@@ -174,9 +174,9 @@ def time_iterations(run: Callable[[], object], count: int, device: torch.device)
 
 def barrier(ranks: Participants) -> None:
     """Wait for all ranks of the group, and on an accelerator until it has done its work."""
-    one = torch.zeros(1, device=ranks.device)
-    dist.all_reduce(one, group=ranks.group)
-    one.item()
+    tensor = torch.zeros(1, device=ranks.device)
+    dist.all_reduce(tensor, group=ranks.group)
+    tensor.item()
 
 
 def gather_objects(value: T) -> list[T]:

@@ -52,27 +52,27 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         prog="ddpkit bench", description="Measure collectives, or the scaling of a training."
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    one = commands.add_parser(
+    subparser = commands.add_parser(
         "collectives",
         help="measure collectives and the links between hosts",
         description="Measure collectives as nccl-tests does, on any backend of torch.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    one.set_defaults(run=_collectives)
-    one.add_argument(
+    subparser.set_defaults(run=_collectives)
+    subparser.add_argument(
         "operations",
         nargs="*",
         metavar="OPERATION",
         help=f"default: all of {', '.join(OPERATIONS)}",
     )
-    one.add_argument("--pairs", action="store_true", help="measure each pair of hosts")
-    sweep = one.add_argument_group("sizes and iterations, as in nccl-tests")
+    subparser.add_argument("--pairs", action="store_true", help="measure each pair of hosts")
+    sweep = subparser.add_argument_group("sizes and iterations, as in nccl-tests")
     add = sweep.add_argument
     add("-b", "--minbytes", type=_bytes, default=_SMALLEST, metavar="N", help="default: 1K")
     add("-e", "--maxbytes", type=_bytes, default=1 << 25, metavar="N", help="default: 32M")
     add("-n", "--iters", type=int, default=20, metavar="N", help="timed iterations; default: 20")
-    output = one.add_argument_group("output")
+    output = subparser.add_argument_group("output")
     add = output.add_argument
     add("--json", type=Path, metavar="FILE", help="write the table, or the pairs")
     add("--png", type=Path, metavar="FILE", help="draw the bus bandwidth (needs matplotlib)")
@@ -104,9 +104,11 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         return args
     unknown = [name for name in args.operations if name not in OPERATIONS]
     if unknown:
-        one.error(f"{unknown[0]!r} is not an operation. Expected some of {', '.join(OPERATIONS)}")
+        subparser.error(
+            f"{unknown[0]!r} is not an operation. Expected some of {', '.join(OPERATIONS)}"
+        )
     if not 0 < args.minbytes <= args.maxbytes or args.iters < 1:
-        one.error("expected 0 < -b <= -e, and -n at least 1. Correct them")
+        subparser.error("expected 0 < -b <= -e, and -n at least 1. Correct them")
     if args.pairs:
         ignored = [
             f"--{name}"
@@ -115,7 +117,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         ]
         ignored += ["OPERATION"] if args.operations else []
         if ignored:
-            one.error(
+            subparser.error(
                 f"--pairs measures an exchange of --maxbytes between each pair of hosts and "
                 f"ignores {', '.join(ignored)}. Leave that out, or measure without --pairs"
             )
@@ -153,7 +155,7 @@ def _sweep(args: argparse.Namespace, job: Distributed, ranks: Participants) -> i
         results.append(result)
         _log.info(collectives.show(result))
         if args.json and job.is_main:  # after each size: a kill loses no earlier result
-            rows = [collectives.as_dict(one) for one in results]
+            rows = [collectives.as_dict(result) for result in results]
             content = {"backend": job.backend, "ranks": job.world_size, "hosts": job.num_nodes}
             collectives.write(args.json, json.dumps({**content, "results": rows}, indent=1) + "\n")
 
@@ -165,7 +167,11 @@ def _sweep(args: argparse.Namespace, job: Distributed, ranks: Participants) -> i
             links.write_links(args.links, job.backend, job.num_nodes, inside, between)
     if args.png and job.is_main:
         lines: dict[str, list[tuple[float, float]]] = {
-            name: [(one.size, one.bus_bandwidth / 1e9) for one in results if one.operation == name]
+            name: [
+                (result.size, result.bus_bandwidth / 1e9)
+                for result in results
+                if result.operation == name
+            ]
             for name in names
         }
         plural = "s" * (job.num_nodes > 1)
@@ -181,11 +187,11 @@ def _pairs(args: argparse.Namespace, job: Distributed) -> int:
         return 2
     bandwidths, names, measured = _measure_hosts(job, args.maxbytes, args.iters)
     _log.info(f"# {'host':>14} {'host':>14} {'GB/s':>8} {'us':>8}   both directions at once")
-    for (a, b), one in measured.items():
-        gigabytes, micro = one.bandwidth / 1e9, one.latency * 1e6
+    for (a, b), link in measured.items():
+        gigabytes, micro = link.bandwidth / 1e9, link.latency * 1e6
         _log.info(f"  {names[a]:>14} {names[b]:>14} {gigabytes:>8.4f} {micro:>8.1f}")
     if args.json and job.is_main:
-        rows = [{"hosts": [names[a], names[b]], **vars(one)} for (a, b), one in measured.items()]
+        rows = [{"hosts": [names[a], names[b]], **vars(link)} for (a, b), link in measured.items()]
         collectives.write(args.json, json.dumps({"pairs": rows}, indent=1) + "\n")
     _log.info(host_pairs.describe(bandwidths, names))
     return 0
@@ -200,7 +206,7 @@ def _measure_hosts(
     names = [name for _, name in sorted(set(places))]
     ranks = Participants(job.rank, job.world_size, job.device)
     measured = links.measure_pairs(node_ranks, ranks, size, iterations)
-    return {pair: one.bandwidth for pair, one in measured.items()}, names, measured
+    return {pair: link.bandwidth for pair, link in measured.items()}, names, measured
 
 
 # ddp --------------------------------------------------------------------------------------------
@@ -223,7 +229,7 @@ def _ddp(args: argparse.Namespace) -> int:
     except TrialFailed as error:
         print(f"ddpkit bench: error: {error}", file=sys.stderr)
         return 1
-    weak = next(one for one in reversed(points) if one.kind == "weak")
+    weak = next(point for point in reversed(points) if point.kind == "weak")
     _write_points(args, points, script)
     print_result(scaling.explain(weak, scaling.find_causes(weak)))
     return 0
@@ -259,11 +265,11 @@ def _write_points(
     args: argparse.Namespace, points: list[scaling.MeasuredPoint], script: list[str]
 ) -> None:
     if args.json:
-        rows = [{**vars(one), "reports": None} for one in points]
+        rows = [{**vars(point), "reports": None} for point in points]
         collectives.write(args.json, json.dumps({"script": script, "points": rows}, indent=1))
     if args.png:
         lines: dict[str, list[tuple[float, float]]] = {}
-        for one in points:
-            lines.setdefault(one.kind, []).append((one.ranks, one.efficiency * 100))
+        for point in points:
+            lines.setdefault(point.kind, []).append((point.ranks, point.efficiency * 100))
         title = Path(script[0]).name
         draw_lines(args.png, lines, title=title, x="ranks", y="efficiency, %")

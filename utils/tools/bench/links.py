@@ -78,7 +78,9 @@ def measure_links(
     slowest = min(found, key=lambda link: link.bandwidth_bytes_per_second, default=None)
     if len(hosts) == 1:
         return slowest, None
-    measured = [(one.size, one.seconds) for one in results if one.operation == AllReduce.name]
+    measured = [
+        (result.size, result.seconds) for result in results if result.operation == AllReduce.name
+    ]
     return slowest, fit(measured if len(measured) > 1 else _all_reduces(sweep, ranks), ranks.size)
 
 
@@ -121,14 +123,14 @@ def measure_pairs(
     """
     best: dict[Pair, PairResult] = {}
     for attempt in range(_ATTEMPTS):
-        bandwidths = {pair: one.bandwidth for pair, one in best.items()}
+        bandwidths = {pair: result.bandwidth for pair, result in best.items()}
         again = slow_pairs(bandwidths) if attempt else None
         for pairs in rounds(len(set(node_ranks))):
             chosen = [pair for pair in pairs if again is None or pair in again]
             if chosen:
-                for pair, one in _measure_round(chosen, node_ranks, ranks, size, iterations):
-                    before = best.get(pair, one)
-                    best[pair] = max(before, one, key=lambda result: result.bandwidth)
+                for pair, result in _measure_round(chosen, node_ranks, ranks, size, iterations):
+                    before = best.get(pair, result)
+                    best[pair] = max(before, result, key=lambda result: result.bandwidth)
     return dict(sorted(best.items()))
 
 
@@ -149,9 +151,12 @@ def _measure_round(
         seconds = _best(other, size, iterations, ranks.device)
         latency = _best(other, 8, iterations, ranks.device)
         measured = (pair, PairResult(size / seconds, latency))
-    found = [one for one in gather_objects(measured) if one]
+    pair_results = [pair_result for pair_result in gather_objects(measured) if pair_result]
     return [
-        min((one for one in found if one[0] == pair), key=lambda one: one[1].bandwidth)
+        min(
+            (pair_result for pair_result in pair_results if pair_result[0] == pair),
+            key=lambda pair_result: pair_result[1].bandwidth,
+        )
         for pair in pairs
     ]
 

@@ -59,7 +59,7 @@ class Trials:
         status, output = self._start([*_LAUNCH, *options, "--", *_WORKER, trial, *command])
         results = [line for line in output.splitlines() if line.startswith(RESULT)]
         if results:
-            return [_read_report(one) for one in json.loads(results[0].removeprefix(RESULT))]
+            return [_read_report(report) for report in json.loads(results[0].removeprefix(RESULT))]
         lines = [line for line in output.splitlines() if line.strip() and FAILURE not in line]
         raise TrialFailed("\n".join([f"{ranks} ranks: {status}", *lines[-_SHOWN_LINES:]]))
 

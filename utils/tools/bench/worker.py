@@ -213,8 +213,12 @@ class Recorder:
                 "the script has created no DistributedDataParallel. Expected one. Wrap the model"
             )
         report.backend = dist.get_backend() if dist.is_initialized() else ""
-        parameters = [one for ddp in ddps for one in ddp.parameters() if one.requires_grad]
-        report.gradient_bytes = sum(one.numel() * one.element_size() for one in parameters)
+        parameters = [
+            parameter for ddp in ddps for parameter in ddp.parameters() if parameter.requires_grad
+        ]
+        report.gradient_bytes = sum(
+            parameter.numel() * parameter.element_size() for parameter in parameters
+        )
         # What scaling.find_causes() needs.
         if ddps and any(kind == "local" for kind, _ in self._trial.phases):
             report.whole_seconds = _time_all_reduce(report.gradient_bytes, parameters[0].device)
