@@ -86,7 +86,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:<11} {one.description}" for name, one in COMMANDS.items())
+    commands = "\n".join(
+        f"  {name:<11} {command.description}" for name, command in COMMANDS.items()
+    )
     options = (
         "Options: ddpkit COMMAND --help. Version: ddpkit --version\n"
         "Tab completion (needs shtab): ddpkit --print-completion bash, or zsh"

@@ -67,7 +67,9 @@ class Coordinator(LaunchServer):
                 self._stop(number, now)
             self._check_starters(now)
             if not self._ranks_started and now > limit:
-                missing = [one for one in range(len(self._plan.hosts)) if one not in self.clients]
+                missing = [
+                    host for host in range(len(self._plan.hosts)) if host not in self.clients
+                ]
                 self._result.fail(
                     f"no agent has connected from {self._missing_hosts()} within "
                     f"{START_SECONDS:.0f} s. Expected {self._plan.method.name} to start one there. "
@@ -285,8 +287,8 @@ class Coordinator(LaunchServer):
         # Agents that have not connected are ended together with what starts them.
         late = now > self._end_sent_at + END_SECONDS
         if late or not self._ranks_started:
-            lost = (one for one, peer in self.clients.items() if peer.is_unacknowledged())
-            self._result.lost_hosts.update(self._plan.hosts[one] for one in lost)
+            lost = (host for host, peer in self.clients.items() if peer.is_unacknowledged())
+            self._result.lost_hosts.update(self._plan.hosts[host] for host in lost)
             self._done.update(range(len(self._plan.hosts)))
 
 

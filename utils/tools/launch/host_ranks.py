@@ -219,10 +219,10 @@ def shares_of_ranks(
     unset = not environ.get("OMP_NUM_THREADS") and len(reports) > 1
     return [
         RankShare(
-            parse_ranges(one.cpus) if one.bind else set(),
-            {"OMP_NUM_THREADS": str(one.threads)} if unset else {},
+            parse_ranges(share.cpus) if share.bind else set(),
+            {"OMP_NUM_THREADS": str(share.threads)} if unset else {},
         )
-        for one in chosen
+        for share in chosen
     ]
 
 

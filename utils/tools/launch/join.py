@@ -84,7 +84,7 @@ class JoinServer(LaunchServer):
 
     def all_handle(self, number: int) -> bool:
         """Return whether all ranks run and handle a signal, as far as the hosts report it."""
-        return self.complete and all(number in self._handled.get(one, ()) for one in self.watched)
+        return self.complete and all(number in self._handled.get(rank, ()) for rank in self.watched)
 
     def missing(self) -> str:
         """Return "2 of 4 ranks did not join: ranks 1,3"."""
@@ -121,7 +121,7 @@ class JoinServer(LaunchServer):
             return
         self.complete = True
         own_addresses = set(network.local_addresses())
-        num_hosts = len({one.host for one in ranks})
+        num_hosts = len({joined.host for joined in ranks})
         variables_of = rank_variables(self._joined, own_addresses)
         # An mpiexec need not have sent it to the other hosts.
         launches = launch_path(self._plan.environ, self._id)
@@ -131,13 +131,13 @@ class JoinServer(LaunchServer):
         self.watched = {on_host[0].rank for on_host in by_host.values()}
         for rank, variables in variables_of.items():
             on_host = by_host[variables["NODE_RANK"]]
-            processes = [one.process for one in on_host] if rank in self.watched else []
+            processes = [joined.process for joined in on_host] if rank in self.watched else []
             self.clients[rank].send(
                 {
                     "kind": "variables",
                     "variables": {**variables, LAUNCH_VARIABLE: launches},
                     "num_hosts": num_hosts,
-                    "cores": [one.cores for one in on_host],
+                    "cores": [joined.cores for joined in on_host],
                     "watched_ranks": len(on_host) if self._plan.is_watched else 0,
                     "processes": processes,
                 },
@@ -254,9 +254,9 @@ def rank_variables(
         of_launcher = [rank.local_rank for rank in ranks if rank.local_rank is not None]
         numbered = sorted(of_launcher) == list(range(len(ranks)))
         local_ranks = of_launcher if numbered else range(len(ranks))
-        for one, local_rank in zip(ranks, local_ranks, strict=True):
-            variables[one.rank] = environment.rank_variables(
-                rank=one.rank,
+        for joined_rank, local_rank in zip(ranks, local_ranks, strict=True):
+            variables[joined_rank.rank] = environment.rank_variables(
+                rank=joined_rank.rank,
                 world_size=len(joined),
                 local_rank=local_rank,
                 local_world_size=len(ranks),

@@ -213,7 +213,7 @@ class LaunchResult:
             return Failure(self.syntax_error, "exception")
 
         seen = self._failure
-        left = list(itertools.takewhile(lambda one: not one[1][1], self._ended.items()))
+        left = list(itertools.takewhile(lambda item: not item[1][1], self._ended.items()))
         failed = [who for who, status, _ in self._ended.values() if status]
         if left and seen:
             rank, (_, _, host) = left[0]

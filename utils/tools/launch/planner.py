@@ -43,10 +43,10 @@ def make_plan(
             "env -u SLURM_NTASKS -u SLURM_NPROCS srun --het-group=0,1 python train.py"
         )
     hosts = _choose_hosts(options, allocation, host_info)
-    given = environ.get(CPU_BIND, "")
-    if given not in ("", NO_BINDING):
+    binding = environ.get(CPU_BIND, "")
+    if binding not in ("", NO_BINDING):
         try:
-            parse_binding(given, max(hosts.ranks))
+            parse_binding(binding, max(hosts.ranks))
         except ValueError as error:
             raise PlanError(str(error)) from None
     if hosts.partial:

@@ -88,7 +88,7 @@ class Outputs:
         for stream in self._streams:
             if stream.since <= begun_before:
                 self._pass_on(stream)
-        return _PARTIAL_LINE_SECONDS if any(one.partial for one in self._streams) else None
+        return _PARTIAL_LINE_SECONDS if any(stream.partial for stream in self._streams) else None
 
     def drain(self, seconds: float, wait: Callable[[float], None]) -> None:
         """Pass on the last output of processes that have ended.

@@ -179,7 +179,7 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
             for message in watch.messages(time.monotonic()):
                 peer.send(message, CONNECT_SECONDS)
             seconds = watch.next_look or LONGEST_SECONDS
-            before, handled = handled, [int(one) for one in HELD if _all_await(seen, one)]
+            before, handled = handled, [int(number) for number in HELD if _all_await(seen, number)]
             if handled != before:
                 peer.send({"kind": "handled", "signals": handled}, CONNECT_SECONDS)
             if len(handled) < len(HELD):  # a program without handlers is looked at less and less
