@@ -118,7 +118,11 @@ class SlurmScheduler(Scheduler):
             problem = f"the list of {len(names)} nodes is too long for a directive"
         if problem:
             return job, problem
-        kept = [one for one in job.directives if _setting(split_directive(one)) != "--exclude"]
+        kept = [
+            directive
+            for directive in job.directives
+            if _setting(split_directive(directive)) != "--exclude"
+        ]
         return replace(job, directives=(*kept, f"--exclude={value}")), ""
 
     def exclude_hosts(
@@ -137,7 +141,7 @@ class SlurmScheduler(Scheduler):
         partition = _partition_of(options)
         if not partition and _last_value(options, "--qos"):
             # The site chooses the partition by QOS: any of them may be meant.
-            partitions = [replace(one, is_default=False) for one in partitions]
+            partitions = [replace(partition, is_default=False) for partition in partitions]
         return [
             *check_queue(replace(job, queue=partition or None), partitions, "partition"),
             *check_dependency(job, self.status),

@@ -175,15 +175,15 @@ def _queue_and_directives(
     if queue and profile.scheduler == "slurm" and profile.queue_option == "qos":
         directives.append(f"--qos={queue}")
         queue = None
-    given = {_option_name(directive) for directive in args.directives}
-    if given & {"--oversubscribe", "-s"}:
-        given.add(_WHOLE_NODES)
-    if _WHOLE_NODES in {*directives} - given and args.cores_per_rank is not None:
+    own_options = {_option_name(directive) for directive in args.directives}
+    if own_options & {"--oversubscribe", "-s"}:
+        own_options.add(_WHOLE_NODES)
+    if _WHOLE_NODES in {*directives} - own_options and args.cores_per_rank is not None:
         note(
             f"note: the profile {profile.name} adds {_WHOLE_NODES}: the job waits for whole nodes, "
             "whatever -c is. Where nodes are shared, add --directive=--oversubscribe"
         )
-    kept = [directive for directive in directives if _option_name(directive) not in given]
+    kept = [directive for directive in directives if _option_name(directive) not in own_options]
     return queue, (*kept, *args.directives)
 
 

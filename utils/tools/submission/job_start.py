@@ -148,7 +148,9 @@ def _write_status(folder: Path, job_id: str, status: int | str) -> None:
 def _lost_hosts(folder: Path, started: float) -> list[str]:
     """Return the hosts of this job that were found bad since then: launch.py lists lost ones."""
     file = exclusion.path(folder.parent)
-    found = {one.host for one in exclude_file.read(file) if one.since and one.since >= started}
+    found = {
+        entry.host for entry in exclude_file.read(file) if entry.since and entry.since >= started
+    }
     hosts = preflight.hosts_of_job()
     return [host for host in hosts if any(same_host(host, bad) for bad in found)]
 

@@ -213,14 +213,14 @@ def cancel(scheduler: Scheduler, submission: Submission | None, job_id: str) -> 
     chain = [job_id]
     if submission is not None:
         chain = [*submission.before(job_id), job_id, *submission.after(job_id)]
-    statuses = {one: scheduler.status(one) for one in chain}
-    left = [one for one in reversed(chain) if not is_over(statuses[one])]
-    for one in left:
-        scheduler.cancel(one)
+    statuses = {chained_id: scheduler.status(chained_id) for chained_id in chain}
+    left = [chained_id for chained_id in reversed(chain) if not is_over(statuses[chained_id])]
+    for chained_id in left:
+        scheduler.cancel(chained_id)
         if submission is not None:
             with contextlib.suppress(OSError):  # the scheduler knows it, too, for a while
-                records.write_status(submission.folder, one, records.CANCELLED)
-        print(f"job {one}: cancelled")
+                records.write_status(submission.folder, chained_id, records.CANCELLED)
+        print(f"job {chained_id}: cancelled")
     if statuses[job_id].ended:
         print(f"{describe(statuses[job_id])}; it had already ended")
     elif not left:

@@ -185,15 +185,15 @@ def _submit_each(
     for number in range(count):
         previous = job_ids[-1] if job_ids else ""
         dependency = f"afterany:{previous}" if previous else job.dependency
-        one = dataclasses.replace(submitted, dependency=dependency, output=output)
+        chained_job = dataclasses.replace(submitted, dependency=dependency, output=output)
         script = folder / (SCRIPT if count == 1 else f"job-{number + 1}.sh")
         script.write_text(
-            job_script(scheduler, one, folder, previous, in_chain=count > 1),
+            job_script(scheduler, chained_job, folder, previous, in_chain=count > 1),
             encoding="utf-8",
             errors="surrogateescape",
         )
         script.chmod(script.stat().st_mode | 0o100)
-        job_ids.append(scheduler.submit(script, one))
+        job_ids.append(scheduler.submit(script, chained_job))
         records.write(folder, record, job_ids)
 
 

@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _set_defaults(args)
         return _run(args)
     except JobError as error:
-        names = {one.dest: one.option_strings[-1:] for one in _parser("run")._actions}
+        names = {action.dest: action.option_strings[-1:] for action in _parser("run")._actions}
         option = "".join(names.get("folder" if error.field == "output" else error.field, []))
         return _error(f"{error}" + (f" (option {option}, or the site file)" if option else ""))
     except (UsageError, SchedulerError, ProfileError, DefaultsError) as error:
