@@ -213,9 +213,9 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _finish(self) -> Trace:
         known = {key for key, _, _ in self._gradients}
         self._gradients += [
-            (id(one), len(self._operations) - 1, one.nbytes)
-            for one in self.exchanged
-            if known and one.requires_grad and id(one) not in known
+            (id(tensor), len(self._operations) - 1, tensor.nbytes)
+            for tensor in self.exchanged
+            if known and tensor.requires_grad and id(tensor) not in known
         ]
         last = {key: (index, size) for key, index, size in self._gradients}
         sent = [(index, size) for _, index, size in self._gradients]
@@ -271,8 +271,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for group in optimizer.param_groups:
             if self._foreach and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True
-        args = tuple(self._outside_optimizer(one) for one in args)
-        return args, {name: self._outside_optimizer(one) for name, one in options.items()}
+        args = tuple(self._outside_optimizer(argument) for argument in args)
+        return args, {name: self._outside_optimizer(argument) for name, argument in options.items()}
 
     def _outside_optimizer(self, closure: Any) -> Any:
         """Let the forward and backward pass in a closure not count as work of the optimizer."""
