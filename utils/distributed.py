@@ -225,21 +225,21 @@ def setup_distributed(
         with start_up_time_out(placement.rank, placement.world_size, timeout):
             report = report_rank(placement, backend, bind == "auto")
             agent = agent_store(detection, deadline)
-            found = find_rank_0(detection, report, agent, deadline)
-            monitor = watch_ranks(placement, report, found)
-            chosen = use_assignment(found, report["backend"])
+            rendezvous = find_rank_0(detection, report, agent, deadline)
+            monitor = watch_ranks(placement, report, rendezvous)
+            chosen = use_assignment(rendezvous, report["backend"])
             exchanged = time.monotonic()
-            store = open_store(placement, found, agent, deadline)
-            log = connect_ranks(placement, chosen, found, store, monitor, collective_timeout)
+            store = open_store(placement, rendezvous, agent, deadline)
+            log = connect_ranks(placement, chosen, rendezvous, store, monitor, collective_timeout)
         times = start_times(imports, exchanged - began, time.monotonic() - exchanged)
-        job = make_job(placement, chosen, found, store, monitor, times)
+        job = make_job(placement, chosen, rendezvous, store, monitor, times)
     except LaunchError as error:
         print_without_traceback(error)
         raise
     if job.is_main:
-        _log_start(job, detection, found)
+        _log_start(job, detection, rendezvous)
         _log_network(job, chosen, log)
-        _log_times(job, found.slowest)
+        _log_times(job, rendezvous.slowest)
         if backend is None and job.backend == "gloo" and (warning := device.unused_gpus()):
             _log.warning("%s", warning)
     if monitor and effects.may_have("monitor"):
@@ -278,9 +278,9 @@ def _check_arguments(
         )
 
 
-def _hang_timeout(given: float | str | None) -> float | str:
+def _hang_timeout(hang_timeout: float | str | None) -> float | str:
     """Return the seconds of hang_timeout, "auto", or 0 for none."""
-    name, value = "hang_timeout", given
+    name, value = "hang_timeout", hang_timeout
     if os.environ.get(effects.HANG_TIMEOUT):
         name, value = effects.HANG_TIMEOUT, os.environ[effects.HANG_TIMEOUT]
     if value is None or value == "auto":
@@ -350,7 +350,7 @@ def find_rank_0(
     agent: torchrun's store, which then has the address of rank 0. deadline: monotonic seconds.
     Raises LaunchError when the ranks cannot start together.
     """
-    found = agree(
+    rendezvous = agree(
         detection.placement,
         report,
         launcher=detection.launcher,
@@ -359,16 +359,16 @@ def find_rank_0(
         name_service=agent,
     )
     if agent is not None:
-        found.master_addr = os.environ["MASTER_ADDR"]
-        found.master_port = int(os.environ["MASTER_PORT"])
-    return found
+        rendezvous.master_addr = os.environ["MASTER_ADDR"]
+        rendezvous.master_port = int(os.environ["MASTER_PORT"])
+    return rendezvous
 
 
-def watch_ranks(placement: Placement, report: RankReport, found: Rendezvous) -> Monitor | None:
+def watch_ranks(placement: Placement, report: RankReport, rendezvous: Rendezvous) -> Monitor | None:
     """Let a thread notice when another rank ends; None for a single rank."""
     if placement.world_size == 1:
         return None
-    return Monitor(found.connections, rank=placement.rank, host=host_and_pid(report))
+    return Monitor(rendezvous.connections, rank=placement.rank, host=host_and_pid(report))
 
 
 class Chosen(NamedTuple):
@@ -379,9 +379,9 @@ class Chosen(NamedTuple):
     interface: str = ""
 
 
-def use_assignment(found: Rendezvous, backend: str) -> Chosen:
+def use_assignment(rendezvous: Rendezvous, backend: str) -> Chosen:
     """Pin the assigned GPU, and run on the assigned cores, with as many threads."""
-    assignment = found.assignment
+    assignment = rendezvous.assignment
     chosen_device = device.device_at(backend, assignment["device_index"])
     device.pin(chosen_device)
     if assignment["cpus"]:  # such as "0-7,64-71"
@@ -396,14 +396,14 @@ def use_assignment(found: Rendezvous, backend: str) -> Chosen:
     if backend == "gloo" and assignment["num_nodes"] > 1:
         from .host import gloo
 
-        interface = gloo.choose_interface(found.local_addr, found.master_addr)
+        interface = gloo.choose_interface(rendezvous.local_addr, rendezvous.master_addr)
     return Chosen(backend, chosen_device, interface)
 
 
 def connect_ranks(
     placement: Placement,
     chosen: Chosen,
-    found: Rendezvous,
+    rendezvous: Rendezvous,
     store: Store,
     monitor: Monitor | None,
     collective_timeout: float | None,
@@ -415,7 +415,7 @@ def connect_ranks(
     """
     log: list[str] = []
     timeout = None if collective_timeout is None else timedelta(seconds=collective_timeout)
-    has_network = found.assignment["num_nodes"] > 1
+    has_network = rendezvous.assignment["num_nodes"] > 1
     with contextlib.ExitStack() as stack:
         if chosen.backend == "nccl" and has_network and placement.rank == 0:
             from .host.nccl_log import log_of_nccl
@@ -447,7 +447,7 @@ def connect_ranks(
 def make_job(
     placement: Placement,
     chosen: Chosen,
-    found: Rendezvous,
+    rendezvous: Rendezvous,
     store: Store,
     monitor: Monitor | None,
     times: StartTimes,
@@ -456,7 +456,7 @@ def make_job(
     if monitor and not effects.may_have("monitor"):
         monitor.leave(None)
         monitor = None
-    assignment, job_store = found.assignment, PrefixStore("job", store)
+    assignment, job_store = rendezvous.assignment, PrefixStore("job", store)
     shutdown = Shutdown(placement.rank, placement.world_size, chosen.backend, job_store, monitor)
     shutdown.register_hooks()
     return Distributed(
@@ -469,8 +469,8 @@ def make_job(
         launcher=placement.launcher,
         backend=chosen.backend,
         device=chosen.device,
-        master_addr=found.master_addr,
-        master_port=found.master_port,
+        master_addr=rendezvous.master_addr,
+        master_port=rendezvous.master_port,
         start_times=times,
         _shutdown=shutdown,
     )
@@ -560,17 +560,17 @@ def _make_watch(
     )
 
 
-def _log_start(job: Distributed, detection: Detection, found: Rendezvous) -> None:
+def _log_start(job: Distributed, detection: Detection, rendezvous: Rendezvous) -> None:
     """Print on rank 0 how many ranks have started, where, and what they should know."""
     ranks, hosts = job.world_size, job.num_nodes
     address = f", rank 0 at {job.master_addr}:{job.master_port}" if ranks > 1 else ""
-    address += "" if found.is_authenticated else ", connections not authenticated"
+    address += "" if rendezvous.is_authenticated else ", connections not authenticated"
     start = detection.launcher.describe_start(detection.environ)
     _log.info(
         f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}, {start}, backend "
-        f"{job.backend}{address}\n{found.table}"
+        f"{job.backend}{address}\n{rendezvous.table}"
     )
-    for note in found.notes:
+    for note in rendezvous.notes:
         _log.warning("%s", note)
 
 
