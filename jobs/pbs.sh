@@ -3,8 +3,7 @@
 # Edit these options, or give them to qsub, whose command line takes precedence. A line with ## is off.
 ##PBS -A ACCOUNT
 ##PBS -q QUEUE
-# Four numbers that belong together: ncpus is all cores of a host, ngpus its GPUs, mpiprocs its ranks, ompthreads the
-# cores of a rank. With 32 cores and 2 GPUs: select=2:ncpus=32:mpiprocs=2:ompthreads=16:ngpus=2
+# ncpus = mpiprocs x ompthreads, mpiprocs = ngpus. For 32 cores and 2 GPUs: ncpus=32:mpiprocs=2:ompthreads=16:ngpus=2
 #PBS -l select=2:ncpus=64:mpiprocs=4:ompthreads=16:ngpus=4
 #PBS -l place=scatter
 #PBS -l walltime=01:00:00
