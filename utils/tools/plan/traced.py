@@ -88,7 +88,7 @@ def largest_batch(
     known: dict[int, float] = {}
     first = [4 * batch, 2 * batch, batch]
     fits, too_large, unit = 0, _MOST_SAMPLES, 1
-    width = math.inf
+    width, doubled = math.inf, False
     reason = "the memory does not grow steadily with the micro-batch"
     for _ in range(_MOST_TRACES):
         least, most = (fits // unit + 1) * unit, (too_large - 1) // unit * unit
@@ -121,8 +121,9 @@ def largest_batch(
         if ended := _data_end(known):
             return LargestBatch(ended, data_ended=True)
         per_sample = (known[2 * batch] - known[batch]) / batch if 2 * batch in known else 0.0
-        if size > 8 * batch and found < per_sample * size / 2 and 2 * size not in known:
+        if not doubled and 8 * batch < size and found < min(capacity, per_sample * size / 2):
             first.append(2 * size)  # far less than expected: has it all the data?
+            doubled = True
         if found <= capacity:
             fits = max(fits, size)
         else:
