@@ -97,7 +97,7 @@ def fail_once(lab: Lab | SlurmJobs, folder: Path, by: str, fault: str, rank: int
             lab.hosts.set_link(bad, "up")
 
 
-def verdict(done: Result, folder: Path, fault: str, bad: str, spare: str, loss: str) -> tuple[bool, str]:
+def outcome(done: Result, folder: Path, fault: str, bad: str, spare: str, loss: str) -> tuple[bool, str]:
     last = done.output.splitlines()[-1]
     if fault == "disk":
         return done.status == 1 and f"on {bad} failed: OSError: [Errno 28]" in last, last
@@ -140,7 +140,7 @@ def run(lab: Lab | SlurmJobs, hosts: list[str], parent: Path, args: argparse.Nam
         folder = parent / str(number)
         folder.mkdir()
         done = fail_once(lab, folder, args.by, fault, rank)
-        right, text = verdict(done, folder, fault, hosts[rank], hosts[4], loss)
+        right, text = outcome(done, folder, fault, hosts[rank], hosts[4], loss)
         wrong += not right
         print(f"{number + 1:3} {fault:8} {hosts[rank]} {'right' if right else 'WRONG'} {text}", flush=True)
         if not right:
