@@ -83,7 +83,10 @@ LAUNCH = "--ntasks-per-node 2 --dry-run train.py"
     (f"PYTHON SITE/ddpkit launch {LAUNCH}", 0, "PYTHON -u train.py"),
     ("PYTHON -m ddpkit.launchers", 0, "launcher          single"),
     ("SITE/bin/ddpkit --help", 0, "submit a training script"),
-    ("SITE/bin/ddpkit lanch", 2, "Did you mean launch?"),
+    ("SITE/bin/ddpkit lanch", 2, "Did you mean: ddpkit launch\n"),
+    ("SITE/bin/ddpkit train.py 3", 2, "Did you mean: ddpkit launch train.py 3, or ddpkit submit run train.py 3\n"),
+    ("SITE/bin/ddpkit status 12", 2, "Did you mean: ddpkit submit status 12\n"),
+    ("SITE/bin/ddpkit doctor log", 2, "To read the output of a job: ddpkit doctor logs FILE\n"),
     ("SITE/bin/ddpkit", 2, "a command is missing")])
 def test_installed_commands_work_and_explain_themselves(installed: Path, command: str, status: int, text: str) -> None:
     def in_place(words: str) -> str:

@@ -65,6 +65,9 @@ def quoted(path: str) -> str:
     ("run --site generic-pbs --gpus-per-node 4 -c 8 --launcher torchrun train.py",
      ["-l select=1:ncpus=32:mpiprocs=1:ompthreads=8:ngpus=4"], "SBATCH"),
     ("run --site perlmutter --account m1 --queue debug train.py", ["--qos=debug"], "partition"),
+    ("run --site perlmutter --account m1 -q debug train.py", ["--qos=debug"], "partition"),
+    ("run --site generic-slurm -p gpu -q short train.py", ["--partition=gpu", "--qos=short"], "#PBS"),
+    ("run --site generic-pbs -q gpu train.py", ["-q gpu"], "SBATCH"),
     ("run --site generic-slurm --nodes 8 --spare 1 --max-restarts 2 train.py",
      ["#SBATCH --nodes=9\n", "#SBATCH --no-kill\n", " --spare 1 --max-restarts 2 -- train.py"], "tolerate"),
     ("run --site generic-pbs --nodes 2 --spare 1 train.py",
@@ -189,6 +192,11 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
     ("run --site generic-pbs --ntasks-per-node 99 train.py", 1, "4 cores"),
     ("run -N 2 -n 3 train.py", 1, "--ntasks 3"),
     ("run -n 2 --ntasks-per-node 2 train.py", 1, "Both --ntasks"),
+    ("run --site generic-pbs -p a -q b train.py", 1, "Both -p and -q name a queue"),
+    ("run --gres gpu:4 train.py", 2, "unrecognized arguments: --gres. Another option of sbatch or qsub"),
+    ("run -l walltime=1:00:00 train.py", 2, "or qsub: --directive='OPTION VALUE'"),
+    ("run --gpus 4 train.py", 2, "Did you mean --gpus-per-node?"),
+    ("sites new", 2, "See: ddpkit submit --help"),
     ("run list", 1, "ddpkit submit list"),
     ("run --checkpoints out train.py", 1, "Add --preflight"),
     ("run --site derecho --account p --dry-run trian.py", 0, "note: command: trian.py does not exist"),
@@ -206,6 +214,7 @@ def test_mistake_is_named(words: str, status: int, message: str, login: Login) -
     done = login.submit(*shlex.split(words))
     assert done.status == status and message in done.err
     assert done.out.startswith("#!/bin/bash") == ("--dry-run" in words)
+    assert status != 2 or done.err.count("\n") == 1
     if status:
         assert login.commands.calls() == [] and login.submissions() == []
 

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,6 +54,10 @@ COMMANDS = {
     ),
     "plot": Command("draw the logs of training runs, or step times, as a picture", "charts"),
 }
+_SUBCOMMANDS = {  # typed as a command: where it is
+    **{name: f"submit {name}" for name in ("run", "status", "list", "logs", "stop", "cancel")},
+    **{name: f"sites {name}" for name in ("new", "config")},
+}
 _OF_JOB_SCRIPTS = {"job": Command("", "submission.job_start")}
 
 
@@ -81,7 +86,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"ddpkit {__version__}")
         return 0
-    print(f"{_usage()}\n\nddpkit: error: {_unknown(name)}", file=sys.stderr)
+    if not name:
+        print(f"{_usage()}\n", file=sys.stderr)
+    print(f"ddpkit: error: {_unknown(words)}", file=sys.stderr)
     return 2
 
 
@@ -96,11 +103,18 @@ def _usage() -> str:
     return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\n{options}"
 
 
-def _unknown(name: str) -> str:
-    if not name:
+def _unknown(words: Sequence[str]) -> str:
+    if not words:
         return f"a command is missing. Expected one of: {', '.join(COMMANDS)}"
-    near = difflib.get_close_matches(name.lower(), COMMANDS, 1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    name, *arguments = words
+    if name in _SUBCOMMANDS:
+        meant = [f"ddpkit {shlex.join([*_SUBCOMMANDS[name].split(), *arguments])}"]
+    elif name.endswith(".py") or os.path.isfile(name):
+        meant = [f"ddpkit {command} {shlex.join(words)}" for command in ("launch", "submit run")]
+    else:
+        near = difflib.get_close_matches(name.lower(), COMMANDS, 1)
+        meant = [f"ddpkit {shlex.join([*near, *arguments])}"] if near else []
+    hint = f" Did you mean: {', or '.join(meant)}" if meant else ""
     return f"{name!r} is not a command. Expected one of: {', '.join(COMMANDS)}.{hint}"
 
 

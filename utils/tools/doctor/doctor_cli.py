@@ -85,6 +85,7 @@ def _parse(words: Sequence[str]) -> run_checks.CheckOptions:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.for_others = "To read the output of a job: ddpkit doctor logs FILE"
     add = parser.add_argument_group("what to check").add_argument
     add("--quick", action="store_true", help="only what takes a few seconds, for a job script")
     names = run_checks.names()

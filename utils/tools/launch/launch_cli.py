@@ -92,7 +92,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stage-also", action="append", default=[], metavar="FOLDER", help=also)
 
     add = parser.add_argument_group("where and how many").add_argument
-    add("-n", "--ntasks", type=int, metavar="N", help="ranks in all, the same number on each host")
+    ranks = "ranks in all, the same number on each host"
+    add("-n", "-np", "--ntasks", type=int, metavar="N", help=ranks)
     add("--ntasks-per-node", type=int, metavar="N", help="ranks on each host")
     add("-N", "--nodes", type=int, metavar="N", help="use only the first N hosts of the job")
     spare = "keep the last N hosts of the job for a restart in the place of one that fails"

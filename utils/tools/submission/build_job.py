@@ -172,7 +172,14 @@ def _queue_and_directives(
 ) -> tuple[str | None, tuple[str, ...]]:
     queue = args.queue or profile.queue
     directives = list(profile.directives)
-    if queue and profile.scheduler == "slurm" and profile.queue_option == "qos":
+    is_qos = profile.scheduler == "slurm" and profile.queue_option == "qos"
+    if args.qos and (is_qos or profile.scheduler == "pbs"):
+        if args.queue:
+            raise UsageError("Both -p and -q name a queue. Give one of them.")
+        queue = args.qos
+    elif args.qos:
+        directives.append(f"--qos={shlex.quote(args.qos)}")
+    if queue and is_qos:
         directives.append(f"--qos={queue}")
         queue = None
     own_options = {_option_name(directive) for directive in args.directives}

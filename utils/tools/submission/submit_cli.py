@@ -146,7 +146,7 @@ def _no_subcommand(words: Sequence[str]) -> str:
     if not words:
         return f"{found}. {expected}. See: ddpkit submit --help"
     looks_like_script = words[0].endswith(".py") or "/" in words[0] or os.path.isfile(words[0])
-    near = difflib.get_close_matches(words[0].lower(), COMMANDS, 1, 0.5)
+    near = difflib.get_close_matches(words[0].lower(), COMMANDS, 1)
     if looks_like_script or words[0].startswith("-"):
         meant = ["run", *words]
     elif near:
@@ -165,6 +165,7 @@ def _parser(name: str) -> ArgumentParser:
     )
     if name in ("run", "doctor"):
         _add_run_options(parser)
+        parser.for_others = "Another option of sbatch or qsub: --directive='OPTION VALUE'"
     if name == "doctor":
         parser.usage = "ddpkit submit doctor [OPTION ...] [-- OPTION OF ddpkit doctor ...]"
         parser.epilog = "The options are those of `run`; --time is 10m by default."
@@ -267,6 +268,7 @@ def _add_job_options(add: Callable[..., object]) -> None:
     )
     for name, option in OPTIONS.items():
         add(*option.flags.split(), dest=name, **option.argparse)
+    add("-q", dest="qos", metavar="NAME", help="as in sbatch, the QOS; as in qsub, the queue")
     add(
         "--chain",
         type=int,
