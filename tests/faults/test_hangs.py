@@ -16,14 +16,14 @@ from tests.faults.replay import judge
 
 # What a report must contain; LINE is the line of hangs.py that ends with "# hang: KIND".
 BEHIND = r"rank 5 on h3 .* did not enter collective \d+, .* It is at LINE.*waits in all_reduce of \[\[16\]\]"
-OTHER = r"rank 5 on h3 .* entered another collective \d+: {0} at LINE.*The other ranks entered {1}"
+OTHER = r"rank 5 on h3 .* entered a different collective \d+: {0} at LINE.*The other ranks entered {1}"
 LATE = (r"rank 5 on h3 .* did not enter .*collective \d+ of group .*\(ranks {0}\), in which {1}.* "
         r"It is at LINE.*Rank \d waits in")
-CIRCLE = (r"unknown: .*rank {0} on h\d \S+ \d+\) waits for ranks? {1} in {2}.* at LINE.*; "
+CIRCLE = (r"which rank is wrong cannot be told: .*rank {0} on h\d \S+ \d+\) waits for ranks? {1} in {2}.* at LINE.*; "
           "rank 5 on h3 .* waits for ranks? {3}")
 # For each kind the limit in seconds, and the cause; the ranks that it blames are 5 but for those of BLAMED.
 KINDS = {
-    "skipped-collective": (1.5, OTHER.format(r"all_reduce of \[\[16\]\]", "barrier of")),
+    "skipped-collective": (1.5, OTHER.format(r"all_reduce of \[\[16\]\]", "barrier at")),
     "other-shape": (1.5, OTHER.format(r"all_reduce of \[\[4000\]\]", r"all_reduce of \[\[16\]\]")),
     "stopped": (3.0, r"rank 5 on h3 .* does not respond: its process is stopped by a signal .* at LINE.*all_reduce"),
     "cut-host": (3.0, r"rank 4 on h3 .* network is cut.* rank 5 on h3 .* network is cut.* at LINE.*all_reduce"),
@@ -34,7 +34,8 @@ KINDS = {
     "group-skipped": (1.5, CIRCLE.format(4, 5, "barrier", "4,6-7")),
     "hsdp": (12.0, LATE.format("4-7", "ranks 4,6-7 wait")),
     "recv-unsent": (1.5, BEHIND),
-    "pipeline": (1.5, "unknown which rank is wrong: .*rank 4 on h3 .* is at .*; rank 5 on h3 .* is at LINE; rank 6"),
+    "pipeline": (1.5, "which rank is wrong cannot be told: .*rank 4 on h3 .* is at .*; "
+                      "rank 5 on h3 .* is at LINE; rank 6"),
     "thread": (4.0, LATE.format("0-7", "ranks 0-4,6-7 wait")),
     "gil": (1.5, "rank 5 on h3 .* does not respond: its process is in native code. Its last .*waits in all_reduce"),
     "aborted-itself": (1.5, r"rank 5 on h3 .* ended without a report.*Rank \d waits in all_reduce of \[\[4000\]\] at .*"

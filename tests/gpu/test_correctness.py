@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 Record = Callable[[str, str], None]
 GB = 1e9
 BEHIND = r"rank 1 on host1 .* did not enter collective \d+, in which ranks 0,2 wait. It is at LINE"
-OTHER = (r"rank 1 on host1 .* entered another collective 11: all_reduce of \[\[{}\]\] at LINE.*"
+OTHER = (r"rank 1 on host1 .* entered a different collective 11: all_reduce of \[\[{}\]\] at LINE.*"
          r"The other ranks entered {} of \[\[16\]\]")
 ENDED = r"A rank has ended: no collective for 2\d s since then\.\n  rank 1 on host1 "
 HANGS = {  # how rank 1 goes wrong: what the report says

@@ -145,7 +145,7 @@ with setup_distributed("gloo", collective_timeout=20) as job:
 def test_a_hang_is_explained_by_default_before_torch_ends_it(tmp_path: Path) -> None:
     done = python("-c", IF_IS_MAIN, ranks=2, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
     assert done.returncode == 1 and re.search(
-        r"rank 0 on .* entered another collective 2: barrier .*; rank 1 on .* all_reduce .*\. One of these is a "
+        r"rank 0 on .* entered a different collective 2: barrier at .*; rank 1 on .* all_reduce .*\. One of these is a "
         "collective that only some ranks call", done.stderr), done.stderr
     assert "The ranks hang: no progress for 1" in done.stderr and [*tmp_path.glob("hang-*/positions.json")]
 

@@ -42,6 +42,7 @@ def find(*files: tuple[str, str]) -> Found | None:
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 LOST = "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:57993\n"
+CIRCLE = "which rank is wrong cannot be told: every rank that others wait for also waits"
 IPV6 = "[W socket.cpp:601] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -2).\n"
 HANG = "rank 5 on n3 did not enter collective 7, in which ranks 0-4,6-7 wait. It is at train.py, line 4, in main"
 WATCHDOG = "[rank{0}]:[E724 {1} ProcessGroupNCCL.cpp:616] [Rank {0}] Watchdog caught collective operation timeout: W\n"
@@ -85,8 +86,8 @@ ENDED = "the others will be ended"
      "[n1:1 :0:98] Caught signal 11 (Segmentation fault)\n", ("peer_died", None, "n2", None)),
     ("n1:1:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n2<5912>\n"
      "srun: error: n2: task 4: Segmentation fault (core dumped)\n", ("crash", 4, "n2", None)),
-    ("The ranks hang: no progress for 7 s.\n  unknown: every rank that others wait for also waits. Check: rank 0 on n1 "
-     "(pid 4) waits in broadcast\n" + said("hang", "unknown: every rank that others wait for also waits: rank 0 on n1"),
+    (f"The ranks hang: no progress for 7 s.\n  {CIRCLE}. Check: rank 0 on n1 (pid 4) waits in broadcast\n"
+     + said("hang", f"{CIRCLE}: rank 0 on n1"),
      ("hang", None, None, None)),
     (said("exception", "rank 0 on n1 failed: RuntimeError: [enforce fail at inline_container.cc:747] . open file "
           "failed with strerror: Permission denied", 0, "n1"), ("file_permission", 0, "n1", False)),

@@ -64,7 +64,7 @@ BEHIND_3, BUSY_3 = (rf"rank 3 on h3 \(pid 103\) {words}.*" for words in ("did no
     ((*LOOPING[:3], LOOPING[2]), False, ".*" + BEHIND_3),
     # A busy rank does not hide another collective.
     ([[*WAITING[:2], other_call(operation="barrier"), position(6, work)] for work in (0.0, 50.0)], False,
-     r".*rank 2 on h2 \(pid 102\) entered another collective 7.*"),
+     r".*rank 2 on h2 \(pid 102\) entered a different collective 7.*"),
     # What counts as busy
     *(([[*WAITING, position(6)._replace(work=one)] for one in (Work(), work)], True, cause)
       for work, cause in (
@@ -121,7 +121,8 @@ FOR = r"rank {} on h{} \(pid \d+\) waits for ranks? {} in {}"
 
 @pytest.mark.parametrize(("positions", "cause"), [
     # Rank 2 has skipped a barrier of its group: or the others have entered one too many.
-    ([IN_THREE, IN_THREE, IN_ALL_OF_THREE, IN_ALL], "unknown: .*" + FOR.format(0, 0, 2, "barrier") + ".*; "
+    ([IN_THREE, IN_THREE, IN_ALL_OF_THREE, IN_ALL],
+     "which rank is wrong cannot be told: .*" + FOR.format(0, 0, 2, "barrier") + ".*; "
      + FOR.format(1, 1, 2, "barrier") + ".*; " + FOR.format(2, 2, "0-1", "all_reduce") + "((?!rank 3).)*"),
     # Rank 1 is at a lock.
     ([IN_PAIR, at(), IN_ALL, IN_ALL],
@@ -132,7 +133,7 @@ FOR = r"rank {} on h{} \(pid \d+\) waits for ranks? {} in {}"
     ([IN_ALL, at(call(7)), IN_ALL, None], r"rank 3 on h3 \(pid 103\) does not respond: [^;]*"),
     # Two ranks of two have entered different collectives.
     ([IN_PAIR, at(call(3, group=PAIR), in_group=3), IN_ALL, IN_ALL],
-     r"rank 0 on h0 .*entered another collective 3 of group 1 \(ranks 0-1\): barrier.*; "
+     r"rank 0 on h0 .*entered a different collective 3 of group 1 \(ranks 0-1\): barrier.*; "
      "rank 1 on h1 .*: all_reduce((?!rank [23]).)*"),
     # The newest collective of the group on rank 1 is not known any more.
     ([IN_PAIR, at(in_group=None), IN_ALL, at()], r"rank 1 .* did not enter collective 8, .*; rank 3 .*")])

@@ -278,8 +278,9 @@ def _describe_unknown(
     ]
     if shown:
         return (
-            "unknown: every rank that others wait for also waits. Check that these ranks enter the "
-            f"same collectives in the same order: {'; '.join(shown[:_SHOWN_RANKS])}"
+            "which rank is wrong cannot be told: every rank that others wait for also waits. Check "
+            "that these ranks enter the same collectives in the same order: "
+            f"{'; '.join(shown[:_SHOWN_RANKS])}"
         )
     call = next((its_waits[0].call for its_waits in waiting.values()), None)
     last = _number(call) if call else f"collective {_last_collective(positions)}"
@@ -314,7 +315,7 @@ def describe_waiting(positions: Mapping[int, Position]) -> str:
 def describe_mismatch(
     positions: Mapping[int, Position], hosts: Mapping[int, str], *, all_sizes: bool = False
 ) -> str:
-    """Return which ranks entered another collective than the majority; "" where none did.
+    """Return which ranks entered a different collective than the majority; "" where none did.
 
     all_sizes: those of a gather, which may differ, are compared, too: a rank was aborted.
     """
@@ -324,7 +325,7 @@ def describe_mismatch(
     shown = {rank: _show(call, positions[rank]) for rank, call in by_rank.items()}
     number = _number(next(iter(by_rank.values())))
     causes = "; ".join(
-        f"rank {rank} on {hosts[rank]} entered another {number}: {shown[rank]}"
+        f"rank {rank} on {hosts[rank]} entered a different {number}: {shown[rank]}"
         for rank in odd[:_SHOWN_RANKS]
     )
     example = next((rank for rank in by_rank if rank not in odd), None)
@@ -406,7 +407,7 @@ def _for(wait: Wait) -> str:
 
 
 def _name(call: Collective) -> str:
-    sizes = f" of {call['sizes']}" if call["sizes"] else ""
+    sizes = f" of {call['sizes']}" if call["sizes"] not in ("", "[]") else ""  # []: a barrier
     return f"{call['operation'] or _number(call)}{sizes}"
 
 

@@ -298,8 +298,8 @@ class HangWatch:
             )
         places = (f"rank {rank} on {hosts[rank]} is at {place.location}" for rank, place in shown)
         return (
-            "unknown which rank is wrong: all are idle, and none waits in a collective. torch does "
-            f"not record gloo's sends and receives. {'; '.join(places)}"
+            "which rank is wrong cannot be told: all are idle, and none waits in a collective. "
+            f"torch does not record gloo's sends and receives. {'; '.join(places)}"
         )
 
 
