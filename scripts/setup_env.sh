@@ -21,13 +21,13 @@ die() {
     exit 1
 }
 
-case "${1-}" in
+case "$*" in
     '' | --tests) with_tests=${1:+yes} ;;
-    *)
+    -h | --help)
         sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
-        [ "$1" = --help ] || die "unknown argument '$1'"
         exit 0
         ;;
+    *) die "the arguments are '$*'. Expected --tests, or none. See: $0 --help" ;;
 esac
 unset PYTHONPATH PYTHONHOME # packages found there must not count as installed
 
@@ -169,7 +169,9 @@ if [ "${missing[0]}" = "$torch" ]; then
     prefer_cpu_torch
 fi
 print_status "installing ${missing[*]}"
-pip_install "$torch" "${missing[@]}" "--editable=$root"
+pip_install "$torch" "${missing[@]}" "--editable=$root" ||
+    die "pip could not install this, see above. Correct PIP_TORCH_SPEC if it is set; on a host without internet set" \
+        "HTTPS_PROXY or PIP_INDEX_URL, or use a login node. Then run this again."
 {
     printf '%s\n' "$made"
     printf '%s\n' "${wanted[@]}" "$kept" | sort -u | sed "/^$/d"
