@@ -116,7 +116,7 @@ INSTALLED = installation.InstallationFacts(scheduler="slurm", stale="", torch="2
 
 @pytest.mark.parametrize(("change", "message"), [
     ({}, ""), ({"cuda": "12.4"}, ""), ({"gpus": 2, "gpu_vendor": "intel"}, ""),
-    ({"torch": ""}, "the Python of c has no torch"),
+    ({"torch": ""}, "the Python of c has no torch. Expected an environment with torch"),
     ({"gpus": 2, "gpu_vendor": "nvidia", "driver": "550.54"}, "c: 2 GPU(s), but torch 2.6.0 is not built for CUDA"),
     ({"cuda": "12.4", "gpus": 2, "gpu_vendor": "nvidia", "driver": "470.82"},
      "the driver of c is 470.82, but torch 2.6.0 is built for CUDA 12.4, which needs 525 or newer"),

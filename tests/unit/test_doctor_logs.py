@@ -42,6 +42,10 @@ def find(*files: tuple[str, str]) -> Found | None:
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 LOST = "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:57993\n"
+HANGS = "The ranks hang: no progress for 7 s. Where each rank is, and its stacks: /home/u/hang-20260601-120000\n"
+EVEN = ("rank 0 on n1 (pid 3) entered a different collective 2: barrier at a.py, line 3; rank 1 on n2 (pid 4) entered "
+        "a different collective 2: all_reduce at a.py, line 4. One of these is a collective that only some ranks call; "
+        "which one cannot be told")
 CIRCLE = "which rank is wrong cannot be told: every rank that others wait for also waits"
 IPV6 = "[W socket.cpp:601] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -2).\n"
 HANG = "rank 5 on n3 did not enter collective 7, in which ranks 0-4,6-7 wait. It is at train.py, line 4, in main"
@@ -86,6 +90,10 @@ ENDED = "the others will be ended"
      "[n1:1 :0:98] Caught signal 11 (Segmentation fault)\n", ("peer_died", None, "n2", None)),
     ("n1:1:9 [0] NCCL WARN socketProgress: Connection closed by remote peer n2<5912>\n"
      "srun: error: n2: task 4: Segmentation fault (core dumped)\n", ("crash", 4, "n2", None)),
+    # The announcement of a hang says less than its cause, which is the last line on a terminal.
+    (f"{HANGS}ddpkit launch: {EVEN}\n", ("hang", None, None, None)),
+    (f"{HANGS}ddpkit launch: rank 1 on n2 (pid 4) entered a different collective 7: barrier at a.py, line 3. The other "
+     "ranks entered all_reduce\n", ("hang", 1, "n2", None)),
     (f"The ranks hang: no progress for 7 s.\n  {CIRCLE}. Check: rank 0 on n1 (pid 4) waits in broadcast\n"
      + said("hang", f"{CIRCLE}: rank 0 on n1"),
      ("hang", None, None, None)),
@@ -307,3 +315,9 @@ def test_a_failure_after_which_the_launch_went_on_is_no_cause() -> None:
     assert found is not None and (found.rank, found.host) == (3, "n4")
     assert read_restart(recorded) == "restart 1 without n2: the connection to n2 was lost"
     assert read_restart(last) == ""
+
+
+@pytest.mark.parametrize("line", [f"ddpkit launch: {EVEN}\n", said("hang", EVEN)])
+def test_cause_of_a_hang_is_its_meaning(line: str) -> None:
+    found = diagnose([(io.BytesIO((HANGS + line).encode()), "job.out")])
+    assert found is not None and found.cause.meaning == EVEN and found.finding.line_number == 2 and not found.others

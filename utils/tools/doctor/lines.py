@@ -109,7 +109,7 @@ _CLOSING_KINDS = (  # the beginning of the text after rank and host, and the kin
     ("ended with exit status 0", "left"), ("had ended with exit status 0", "left"),
     ("ended with exit status ", "status"), ("ended without a report", "killed"),
     ("left by ", "uneven"), ("cannot start", "start"), ("did not find rank 0", "start"),
-    ("did not enter ", "hang"), ("does not respond", "hang"),
+    ("did not enter ", "hang"), ("entered a different ", "hang"), ("does not respond", "hang"),
 )  # fmt: skip
 _DETAIL = re.compile(
     r"Parameter\w* (?:indices )?which did not receive grad for rank .*|\bRank \d+ has .* params.*"
@@ -237,6 +237,8 @@ def read_closing_line(line: str) -> Failure | None:
     if found is None:
         return None
     text = found["text"].removesuffix("\x1b[0m")
+    if "cannot be told" in text:  # which rank is wrong
+        return Failure(text, "hang")
     of_rank = _CLOSING_RANK.match(text)
     if of_rank:
         rank, host, rest = int(of_rank[1]), of_rank[2], of_rank[3]
@@ -302,7 +304,7 @@ def cause_of(failure: Failure) -> FailureCause:
             cause = next(row for row in CAUSES if row.name == "exit_status")
     if failure.kind in ("exception", "status") or cause.name == "exit_status":
         return cause
-    cause = replace(cause, meaning=failure.text[:300], reporter="kit")
+    cause = replace(cause, meaning=failure.text[:600], reporter="kit")
     if failure.kind == "killed":  # the launcher's report of its end says more
         cause = replace(cause, level=CauseLevel.CONSEQUENCE, explained_by=("killed", "crash"))
     return cause

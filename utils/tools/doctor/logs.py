@@ -38,7 +38,7 @@ EXIT_UNKNOWN = 4
 _RESTART = {
     True: "helps",
     False: "does not help: the job would fail again",
-    None: "may help; the output does not show it",
+    None: "may help; the output does not show whether it does",
 }
 _LONGEST_LINE = 1 << 16  # bytes
 _RECENT_LINES = 50  # a line without a time has the last one printed in so many lines before it
@@ -229,6 +229,8 @@ class _Reader:
         findings = [
             candidate for candidate in self._findings.values() if not self._went_on_after(candidate)
         ]
+        if any(candidate.cause.reporter == "kit" for candidate in findings):  # it explains the hang
+            findings = [each for each in findings if not each.line.startswith("The ranks hang")]
         if not findings:
             return None
         finding = _first(findings)

@@ -66,7 +66,7 @@ class _Writer:
 
     def _value(self, key: str, value: object, query: str, remedy: str = "Ask your site.") -> None:
         if value is None:
-            self.missing.append(f"{key}: {query} does not report it. {remedy}")
+            self.missing.append(f"{key}: no {key} in the output of {query}. {remedy}")
             return
         self.lines.append(f"{key}: {{value: {_quoted(str(value))}, {self._origin(query)}}}")
 

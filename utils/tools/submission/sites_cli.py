@@ -75,9 +75,13 @@ def _list() -> int:
 
 def _print_defaults() -> int:
     found = defaults.load()
-    for name, setting in defaults.SETTINGS.items():
-        value, origin = found.get(name, (setting.default, "not set"))
-        print(f"{name:<15} {value:<28} {origin}")
+    rows = [
+        (name, *found.get(name, (setting.default, "not set")))
+        for name, setting in defaults.SETTINGS.items()
+    ]
+    width = max(len(str(value)) for _, value, _ in rows)
+    for name, value, origin in rows:
+        print(f"{name:<14}  {value:<{width}}  {origin}")
     print("\nThe command line wins, then variables, then these files:")
     for path in defaults.files():
         print(f"  {path}{'' if os.path.exists(path) else ' (does not exist)'}")

@@ -131,7 +131,8 @@ def _check_torch(facts: InstallationFacts, host: str) -> Iterator[Finding]:
         yield Finding(
             Level.BAD,
             f"the Python of {host} has no torch. Expected an environment with torch",
-            "Activate the environment of the training, or install it: ./scripts/setup_env.sh",
+            "Activate the environment of the training, or install it: ./scripts/setup_env.sh. If "
+            "it is active, and ddpkit belongs to another Python: ddpkit launch -n 1 -m ddpkit doctor",
             hosts=(host,),
         )
         return
