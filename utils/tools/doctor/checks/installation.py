@@ -132,7 +132,7 @@ def _check_torch(facts: InstallationFacts, host: str) -> Iterator[Finding]:
             Level.BAD,
             f"the Python of {host} has no torch. Expected an environment with torch",
             "Activate the environment of the training, or install it: ./scripts/setup_env.sh. If "
-            "it is active, and ddpkit belongs to another Python: ddpkit launch -n 1 -m ddpkit doctor",
+            "it is active, and ddpkit is of another Python: ddpkit launch -n 1 -m ddpkit doctor",
             hosts=(host,),
         )
         return
