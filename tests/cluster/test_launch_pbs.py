@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import WORK, Pbs
-from tests.launch.launchers import MPIS, RANK_PROGRAM, launch_py
+from tests.launch.launchers import LAUNCH, LIBRARIES, MPIS, RANK_PROGRAM, launch_py
 
 EXPECTED = [("0", "0", "2", "n1"), ("1", "1", "2", "n1"), ("2", "0", "1", "n2")]
 CHUNKS = "1:ncpus=2:mpiprocs=2+1:ncpus=1:mpiprocs=1"
@@ -63,3 +64,28 @@ def test_first_host_of_a_job_may_get_no_rank(pbs: Pbs, name: str, options: list[
     found = sorted(re.findall(r"rank (\d) of (\d), local \d of \d, on (\w+), by", output))
     size = str(len(hosts.split()))
     assert found == [(str(rank), size, host) for rank, host in enumerate(hosts.split())], output
+
+
+@pytest.mark.parametrize("name", ["mpich5", "openmpi5", "intel"])
+def test_mpi_sends_the_packages_to_each_host(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
+    """mpiexec starts one process on each host by pbs_tmrsh; the ranks start by pbs_tmrsh alone."""
+    folder = f"{WORK}/stage{time.monotonic_ns()}"
+    pbs.write(f"{folder}/program.py", "import mpi4py, sys\nsys.stdout.write(f'from {mpi4py.__file__}\\n')\n")
+    library = need(MPIS[name][0]).parents[1] / LIBRARIES[name]
+    pbs.write(f"{folder}/job.sh", f"""\
+#!/bin/bash
+exec 2>&1
+cd {folder}
+{sys.executable} -m venv --without-pip env
+mkdir disk
+cp -r {need("mpi4py")}/mpi4py env/lib/python*/site-packages
+export PATH={need(MPIS[name][0]).parent}:$PATH MPI4PY_LIBMPI={library} LD_LIBRARY_PATH={library.parent}
+{shlex.join(LAUNCH)} --python env/bin/python --independent --stage-dir {folder}/disk -- python program.py
+ls disk
+""")
+    job = pbs.wait(pbs.submit("-l", f"select={CHUNKS}", "-l", "place=scatter", "job.sh", cwd=folder))
+    wait_until(lambda: bool(pbs.output(job)), "the output of the job")
+    output = pbs.output(job)
+    assert job.get("Exit_status") == 0 and "MPI has sent the archive to 2 nodes" in output, output
+    assert output.count(f"from {folder}/disk/ddpkit-stage-") == 3 and "warning" not in output, output
+    assert re.search(r"\nddpkit-stage-\d+\n$", output), output

@@ -24,11 +24,13 @@ from .. import defaults, interpreter
 from ..arguments import ArgumentParser
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
+from .bootstrap import module_command
 from .child_processes import LAUNCH_VARIABLE
 from .dry_run import shell_lines
 from .launch_plan import HostInfo, Options, Plan, PlanError, ProgramFinder
 from .launch_result import print_error, print_status
 from .methods import MPIEXECS, NAMES
+from .methods.mpiexec import MpiexecMethod
 from .nested import refusal
 from .planner import describe, make_plan
 from .programs import Programs
@@ -199,11 +201,17 @@ def _stage(args: argparse.Namespace, plan: Plan) -> tuple[str, ...]:
     """Distribute the packages; return the words before those of each rank."""
     from ..staging import distribute  # every launch would notice the time to load it
 
+    # A program that uses MPI itself has to be a child of an mpiexec, not of an agent.
+    mpiexec = plan.method.path if isinstance(plan.method, MpiexecMethod) else MpiexecMethod.name
+    options = ["--launcher", mpiexec, "--nodelist", ",".join(plan.hosts), "--ntasks-per-node", "1"]
+    options += ["--independent", "--no-stage"]
     starter = distribute.stage(
         plan.python,
-        (*plan.hosts, *plan.spares),
+        plan.hosts,
         plan.host,
         plan.environ,
+        spares=len(plan.spares),
+        one_per_host=module_command(sys.executable, "launch_cli", options),
         stage_dir=args.stage_dir or "",
         also=args.stage_also,
         note=print_status,

@@ -1,18 +1,32 @@
-"""Bring the archive to the nodes of a launch: by sbcast, or each node reads it itself."""
+"""Bring the archive to the nodes of a launch: by sbcast or MPI, or each node reads it itself."""
 
 from __future__ import annotations
 
 import os
+import re
+import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from ...host.process import import_path
+from ...job import exclude_file
+from ...launch_report import FAILURE_FILE
 from . import Archive, StagingError
-from .archive import get_archive
+from .archive import cleanup_at_signals, get_archive
+from .broadcast import FAILED, NOT_WRITTEN
 from .node_copy import candidates, is_kept
 from .packages import find_environment
+
+_PROBE_SECONDS = 60.0
+MPI_SECONDS = 60.0  # to start a process on each node; and for the archive:
+_SLOW_BYTES_PER_SECOND = 25e6
+END_SECONDS = 10.0
+_SHOWN = 8  # nodes in a message
+_NOT_FOR_MPI = (FAILURE_FILE, exclude_file.VARIABLE)  # its failure is not that of the ranks
 
 
 def stage(
@@ -21,6 +35,8 @@ def stage(
     own_host: str,
     environ: Mapping[str, str],
     *,
+    spares: int,
+    one_per_host: Sequence[str],
     stage_dir: str,
     also: Sequence[str],
     note: Callable[[str], None],
@@ -29,7 +45,9 @@ def stage(
 
     They are empty where that is not possible, and note() prints why.
 
-    hosts: of the ranks; own_host: of this process. environ: of the ranks.
+    hosts: of the ranks; own_host: of this process. environ: of the ranks. spares: further hosts.
+    one_per_host: words before those of a program that an mpiexec is to start on each of the hosts;
+    --python for it may follow.
     """
     began = time.monotonic()
     try:
@@ -39,11 +57,16 @@ def stage(
         note(f"warning: the packages are not staged: {error}. The ranks use the shared ones")
         return []
     received = ""
-    if len(hosts) > 1 and environ.get("SLURM_JOB_ID"):
-        folders = candidates(stage_dir, environ)
-        # Later jobs find copies on most nodes; a node without one reads the archive itself.
-        if own_host not in hosts or not is_kept(archive.key, folders):
-            received = _broadcast(archive, folders[0], len(hosts), environ, note)
+    folders = candidates(stage_dir, environ)
+    # Later jobs find copies on most nodes; a node without one reads the archive itself.
+    if len(hosts) > 1 and (own_host not in hosts or not is_kept(archive.key, folders)):
+        target = os.path.join(folders[0], f"ddpkit-stage-{os.urandom(8).hex()}.tar")
+        if environ.get("SLURM_JOB_ID"):
+            received = _send_by_sbcast(archive, target, len(hosts) + spares, environ, note)
+        elif mpi4py := next(filter(_has_mpi4py, dict.fromkeys((python, sys.executable))), ""):
+            words = [*one_per_host, "--python", mpi4py, "--", "python", "-c"]
+            _send_by_mpi(archive, target, len(hosts), stage_dir, words, note)
+            received = target  # what a node has of it
     order = {
         "archive": tuple(archive),
         "python": python,
@@ -52,14 +75,103 @@ def stage(
         "seconds": time.monotonic() - began,
         "launch": f"{os.getpid()}-{os.urandom(6).hex()}",
     }
+    code = _code(f"start import main; sys.exit(main({order!a}, sys.argv[1:]))")
+    return [python, "-I", "-S", "-c", code]
+
+
+def _code(what: str) -> str:
+    """Return code that imports from a module of this folder, without site-packages."""
     root, name = import_path(__name__, __file__)
-    start = f"{name.rpartition('.')[0]}.start import main; sys.exit(main({order!a}, sys.argv[1:]))"
-    return [python, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {root!a}); from {start}"]
+    return f"import sys; sys.path.insert(0, {root!a}); from {name.rpartition('.')[0]}.{what}"
 
 
-def _broadcast(
+def _has_mpi4py(python: str) -> bool:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        words = [python, "-c", "import mpi4py"]
+        done = subprocess.run(words, capture_output=True, timeout=_PROBE_SECONDS)
+        return done.returncode == 0
+    return False
+
+
+def _send_by_mpi(
     archive: Archive,
-    folder: str,
+    target: str,
+    hosts: int,
+    stage_dir: str,
+    words: Sequence[str],
+    note: Callable[[str], None],
+) -> None:
+    """Run broadcast.main() on all hosts. Where it fails, nodes lack the file, or the end of it.
+
+    words: before the code for Python.
+    """
+    start, seconds = time.monotonic(), MPI_SECONDS + archive.size / _SLOW_BYTES_PER_SECOND
+    order = {
+        "archive": tuple(archive),
+        "target": target,
+        "stage_dir": stage_dir,
+        "hosts": hosts,
+        "seconds": seconds,
+    }
+    environ = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_MPI}
+    words = [*words, _code(f"broadcast import main; main({order!a})")]
+    try:
+        with (
+            cleanup_at_signals(),
+            subprocess.Popen(
+                words,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            ) as process,
+        ):
+            try:
+                output, problem = _read_output(process, start + seconds)
+            finally:
+                _end(process)
+        if not problem and process.returncode:
+            problem = (output.splitlines() or [f"exit status {process.returncode}"])[-1]
+    except OSError as error:
+        output, problem = "", str(error)
+    if problem:
+        here = f"Each node reads {archive.path} itself"
+        note(f"staging: the MPI broadcast failed ({problem}). {here}")
+        return
+    without = re.findall(f"{NOT_WRITTEN}(.*)", output)
+    skipped = f"; not written on {', '.join(without[:_SHOWN])}" if without else ""
+    taken = time.monotonic() - start
+    note(f"staging: MPI has sent the archive to {hosts} nodes, {taken:.1f} s{skipped}")
+
+
+def _read_output(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
+    """Read until the processes have ended, or one has failed; return the output and the problem."""
+    assert process.stdout is not None
+    output = ""
+    while select.select([process.stdout], [], [], max(0.0, limit - time.monotonic()))[0]:
+        if not (found := os.read(process.stdout.fileno(), 1 << 16)):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+                return output, ""
+            break
+        output += found.decode(errors="replace")
+        if failed := re.search(f"{FAILED}(.*)\n", output):
+            return output, failed[1]
+    return output, "it took too long"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a launch and its processes on all hosts; it has a reaper for them should it be killed."""
+    for end in (process.terminate, process.kill):
+        if process.poll() is None:
+            end()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+
+
+def _send_by_sbcast(
+    archive: Archive,
+    target: str,
     hosts: int,
     environ: Mapping[str, str],
     note: Callable[[str], None],
@@ -71,7 +183,6 @@ def _broadcast(
     program = shutil.which("sbcast", path=environ.get("PATH"))
     if program is None or environ.get("SLURM_JOB_NUM_NODES") != str(hosts):
         return ""
-    target = os.path.join(folder, f"ddpkit-stage-{os.urandom(8).hex()}.tar")
     start = time.monotonic()
     words = [program, "--force", archive.path, target]
     try:

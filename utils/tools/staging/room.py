@@ -17,9 +17,14 @@ _SPARE_BYTES = 64 << 20  # besides the files themselves: for their inodes, and f
 _BLOCK_BYTES = 4096
 
 
+def needed_bytes(archive: Archive) -> int:
+    """Return what a copy takes on a disk."""
+    return archive.size + archive.files * _BLOCK_BYTES // 2 + _SPARE_BYTES
+
+
 def make_room(root: str, archive: Archive) -> None:
     """Remove unused copies until there is room for another. StagingError where there is none."""
-    needed = archive.size + archive.files * _BLOCK_BYTES // 2 + _SPARE_BYTES
+    needed = needed_bytes(archive)
     for _, key in [(0.0, ""), *_others(root, archive.key)]:
         if key:
             _remove(root, key)

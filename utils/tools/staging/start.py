@@ -40,7 +40,9 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
         with suppress(OSError):  # prepare() has the reason
             os.makedirs(folders[0], exist_ok=True)
     try:
-        copy = prepare(archive, _received(order["received"]), folders, order["launch"])
+        copy = prepare(
+            archive, _received(order["received"], archive.size), folders, order["launch"]
+        )
         words = use(copy.path, archive, python, words, os.environ)
         if os.environ.get("RANK", "0") == "0" and copy.made_in:
             _print(f"staging: {copy.path} made in {copy.made_in:.1f} s on {os.uname().nodename}")
@@ -66,10 +68,14 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
         return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell does
 
 
-def _received(path: str) -> str:
-    """Return the archive that was sent to this node; "" where it must be read from its origin."""
+def _received(path: str, size: int) -> str:
+    """Return the archive that was sent to this node; "" where it must be read from its origin.
+
+    size: of a whole one.
+    """
     with suppress(OSError):
-        if path and os.lstat(path).st_uid == os.geteuid():
+        status = os.lstat(path)
+        if status.st_uid == os.geteuid() and status.st_size == size:
             return path
     return ""
 
