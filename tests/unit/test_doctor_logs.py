@@ -24,7 +24,7 @@ from utils.monitor import shutdown as failure
 from utils.tools.doctor import doctor_cli as cli
 from utils.tools.doctor.causes import CAUSES, FailureCause
 from utils.tools.doctor.lines import read_restart
-from utils.tools.doctor.logs import diagnose, exit_status
+from utils.tools.doctor.logs import diagnose, exit_status, summary
 from utils.tools.launch.launch_result import LaunchResult
 
 NAMES = set("""watchdog_timeout client_socket_timeout ipv6_addresses duplicate_gpu no_socket_interface store_key_timeout
@@ -321,3 +321,4 @@ def test_a_failure_after_which_the_launch_went_on_is_no_cause() -> None:
 def test_cause_of_a_hang_is_its_meaning(line: str) -> None:
     found = diagnose([(io.BytesIO((HANGS + line).encode()), "job.out")])
     assert found is not None and found.cause.meaning == EVEN and found.finding.line_number == 2 and not found.others
+    assert f"hang. {EVEN}. Let every rank" in summary(found) and "told" not in summary(found, after_output=True)

@@ -103,6 +103,7 @@ def test_variables_that_pbs_does_not_pass_are_named(login: Login, monkeypatch: p
     for name in {*os.environ} - {"HOME", "PATH"}:
         monkeypatch.delenv(name)
     run = "run --dry-run --env NCCL_NET=Socket --site {} train.py"
+    monkeypatch.setenv("DDPKIT_SITE", "generic-pbs")  # as a centre's module does; the job needs it not
     assert "note: PBS" not in login.submit(*run.format("generic-pbs").split()).err
     for name in ("NCCL_DEBUG", "NCCL_NET", "WANDB_API_KEY", "TORCH_NCCL_BLOCKING_WAIT", "NCCLX"):
         monkeypatch.setenv(name, "secret")
@@ -197,6 +198,7 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
     ("run -l walltime=1:00:00 train.py", 2, "or qsub: --directive='OPTION VALUE'"),
     ("run --gpus 4 train.py", 2, "Did you mean --gpus-per-node?"),
     ("sites new", 2, "See: ddpkit submit --help"),
+    ("doctor --quick", 2, "One of ddpkit doctor follows --, as in: -- --quick"),
     ("run list", 1, "ddpkit submit list"),
     ("run --checkpoints out train.py", 1, "Add --preflight"),
     ("run --site derecho --account p --dry-run trian.py", 0, "note: command: trian.py does not exist"),
@@ -242,7 +244,7 @@ def test_default_site_is_that_of_the_centre_or_scheduler(login: Login, monkeypat
     assert json.loads((login.submissions()[0] / "submission.json").read_text())["site"] == "generic-slurm"
     login.commands.add_submitter("qsub")
     done = login.submit("run", "train.py")
-    assert done.status == 1 and "--site NAME" in done.err and "derecho" in done.err
+    assert done.status == 1 and "--site NAME" in done.err and "one of ddpkit sites list" in done.err
 
     (login.folder / "ours.yaml").write_text("title: Ours\nscheduler: slurm\n")
     done = login.submit("run", "--site", "ours", "train.py")

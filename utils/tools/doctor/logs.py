@@ -360,13 +360,14 @@ def exit_status(found: Diagnosis | None) -> int:
     return EXIT_UNKNOWN if found.cause.level >= CauseLevel.EXIT else EXIT_RESTART
 
 
-def summary(found: Diagnosis) -> str:
-    """Describe a diagnosis in one line."""
-    where = _where(found)
-    return (
-        f"{where + ': ' if where else ''}{found.cause.name}. {found.cause.meaning} "
-        f"{found.cause.remedy} A restart {_RESTART[found.cause.restart]}."
-    )
+def summary(found: Diagnosis, *, after_output: bool = False) -> str:
+    """Describe a diagnosis in one line. after_output: the kit's own words are just above it."""
+    where, cause = _where(found), found.cause
+    sentences = [f"{where + ': ' if where else ''}{cause.name}"]
+    if not (after_output and cause.reporter == "kit"):
+        sentences.append(cause.meaning)
+    sentences += [cause.remedy, f"A restart {_RESTART[cause.restart]}"]
+    return " ".join(f"{sentence.removesuffix('.')}." for sentence in sentences)
 
 
 def _where(found: Diagnosis) -> str:

@@ -114,10 +114,12 @@ def _launch_result(lead: Lead) -> FindingsOfCheck:
     remedy = "Correct it, or it will slow down or confuse the start of a training"
     notes = [Finding(Level.WARNING, note, remedy) for note in lead.notes]
     ranks, hosts = len(lead.everyone), len({place.node for place in lead.everyone})
-    alone = f"no launcher has started this process on {lead.everyone[0].host}"
-    message = (
-        f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} have joined" if ranks > 1 else alone
-    )
+    if ranks > 1:
+        message = f"{ranks} ranks on {hosts} host{'s' * (hosts > 1)} have joined"
+    else:
+        launcher = _launcher_name(lead.placement.launcher)
+        started = f"started by {launcher}" if launcher else "started without a launcher"
+        message = f"one process on {lead.everyone[0].host}, {started}"
     return FindingsOfCheck(_LAUNCH, notes or [Finding(Level.GOOD, message)])
 
 

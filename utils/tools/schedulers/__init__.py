@@ -50,13 +50,13 @@ def get_scheduler(name: str | None = None) -> Scheduler:
         found = [name for name in schedulers if configured[name]] or found
     if len(found) == 2:
         raise SchedulerError(
-            "Both sbatch and qsub were found. Expected one scheduler. Name it, for `submit` with "
+            "Both sbatch and qsub were found. Expected one scheduler. For ddpkit submit, name it: "
             "--site generic-slurm or --site generic-pbs."
         )
     if not found:
         raise SchedulerError(
             "Neither sbatch nor qsub was found. Expected the commands of one scheduler. Run this "
-            "on a host that has them on PATH, or name the scheduler, for ddpkit submit with "
+            "on a host that has them on PATH. For ddpkit submit, you can also name it: "
             "--site generic-slurm or --site generic-pbs."
         )
     return schedulers[found[0]]

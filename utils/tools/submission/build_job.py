@@ -54,8 +54,8 @@ def choose_profile(name: str | None) -> Profile:
         scheduler = get_scheduler().name
     except SchedulerError as error:
         raise UsageError(
-            f"{error} Or name the cluster: --site NAME, one of {', '.join(profiles.names())}, or "
-            "a file of your own."
+            f"{error} Or name the cluster, one of ddpkit sites list or a file of your own: "
+            "--site NAME."
         ) from None
     return profiles.load(f"generic-{scheduler}")
 

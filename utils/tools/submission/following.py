@@ -132,7 +132,7 @@ def _follow_one(
                 shown, pause = line, MIN_QUERY_SECONDS
             if status.ended or status.state == "unknown":
                 _print_rest(log)
-                if found := cause(status, logs(job_id)):
+                if found := cause(status, logs(job_id), after_output=True):
                     note(found)
                 return status
         until = time.monotonic() + pause
@@ -150,8 +150,11 @@ def _print_rest(log: Log) -> None:
         time.sleep(LOG_SECONDS / 2)
 
 
-def cause(status: Status, files: Sequence[Path]) -> str:
-    """Return why a job failed and whether a restart helps; "" if its output does not show it."""
+def cause(status: Status, files: Sequence[Path], *, after_output: bool = False) -> str:
+    """Return why a job failed and whether a restart helps; "" if its output does not show it.
+
+    after_output: the output was printed.
+    """
     if status.state not in ("failed", "node_fail", "timeout"):
         return ""
     folders = {path.parent for path in files}
@@ -159,7 +162,7 @@ def cause(status: Status, files: Sequence[Path]) -> str:
     files = [*files, *(path for path in records if path.exists())]
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         found = diagnose([(stack.enter_context(path.open("rb")), path.name) for path in files])
-        return "" if found is None else summary(found)
+        return "" if found is None else summary(found, after_output=after_output)
     return ""
 
 

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
             "(save_seconds + margin), and each job starts anew. Give a longer --time"
         )
 
-    unset = sorted({name for name in os.environ if _READ_BY_JOBS.match(name)} - {*job.environment})
+    known = {*job.environment, "DDPKIT_SITE"}  # which this command has read
+    unset = sorted({name for name in os.environ if _READ_BY_JOBS.match(name)} - known)
     if profile.scheduler == "pbs" and unset:
         note(
             "note: PBS does not pass on variables of this shell. The job does not get "

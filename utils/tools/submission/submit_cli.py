@@ -167,6 +167,7 @@ def _parser(name: str) -> ArgumentParser:
         _add_run_options(parser)
         parser.for_others = "Another option of sbatch or qsub: --directive='OPTION VALUE'"
     if name == "doctor":
+        parser.for_others += ". One of ddpkit doctor follows --, as in: -- --quick"
         parser.usage = "ddpkit submit doctor [OPTION ...] [-- OPTION OF ddpkit doctor ...]"
         parser.epilog = "The options are those of `run`; --time is 10m by default."
         parser.set_defaults(name="doctor", walltime="10m")
