@@ -164,8 +164,6 @@ def pytest_configure(config: pytest.Config) -> None:
         except ValueError as error:
             raise pytest.UsageError(f"--slurm-home: {error}") from None
         os.environ["DDPKIT_SLURM_HOME"] = str(Path(home).resolve())
-    # Python writes the parts of a print() one by one with it, as containers set it: the lines of two ranks would mix.
-    os.environ.pop("PYTHONUNBUFFERED", None)
     # In the background of a shell script SIGINT is ignored, which every process that the tests start would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

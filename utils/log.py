@@ -33,6 +33,9 @@ def setup_logging(rank: int, world_size: int) -> None:
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root.propagate = False
     _escape_unknown_characters()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.write_through:
+        # `python -u` writes the parts of a print() one by one: the lines of two ranks would mix.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def show_progress(text: str) -> None:

@@ -40,6 +40,19 @@ def folder(tmp_path: Path) -> Path:
     return package.parent
 
 
+def test_lines_of_ranks_do_not_mix(tmp_path: Path) -> None:
+    """Ranks run `python -u`, which writes each part of a print() by itself."""
+    (tmp_path / "train.py").write_text(
+        "from ddpkit import setup_distributed\n"
+        "with setup_distributed('gloo') as job:\n"
+        "    job.barrier()\n"
+        "    for step in range(3000):\n"
+        "        print('step', step, 'of rank', job.rank)\n")
+    done = launch("-n", "2", "train.py", folder=tmp_path)
+    printed = [line for line in done.stdout.splitlines() if "step" in line]
+    assert sorted(printed) == sorted(f"step {step} of rank {rank}" for step in range(3000) for rank in range(2))
+
+
 def test_ranks_have_all_variables_and_the_chosen_python(folder: Path) -> None:
     done = launch("-n", "2", "--", "-m", "package.module", "--lr", "3", folder=folder, PATH="/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
