@@ -31,7 +31,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from . import __version__, effects
 from .host import device, process
 from .host.cores import bind_process, parse_ranges
-from .host.gpus import set_masks
+from .host.masks import set_masks
 from .launch_error import LaunchError
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
@@ -513,51 +513,21 @@ def _watch_collectives(
         progress=lambda: total_collectives() + job._reported_progress,
         write_report=write_report,
     )
+
+    def make_watch(seconds: float, **how: bool) -> HangWatch:
+        from .monitor import watch
+
+        return watch.make_watch(monitor.own, job.rank, job.world_size, job.backend, seconds, **how)
+
     if hang_timeout == "auto":
         torch_timeout = group_timeout(dist.group.WORLD)
         if torch_timeout is not None:
-            make_watch = functools.partial(
-                _make_watch, job, monitor, torch_timeout, before_torch=True
-            )
+            later = functools.partial(make_watch, torch_timeout, before_torch=True)
             # What it needs is loaded a little later: the start is as fast as without.
-            monitor.watch(make_watch, seconds=min(20.0, torch_timeout / 30))
+            monitor.watch(later, seconds=min(20.0, torch_timeout / 30))
     elif hang_timeout:
-        watch = _make_watch(job, monitor, float(hang_timeout), ends_itself=ends_itself)
-        monitor.watch(lambda: watch)
-
-
-def _make_watch(
-    job: Distributed,
-    monitor: Monitor,
-    seconds: float,
-    *,
-    before_torch: bool = False,
-    ends_itself: bool = False,
-) -> HangWatch:
-    """Load what a hang needs; return what decides whether the ranks hang."""
-    from .monitor import collectives
-    from .monitor.hang_report import write_hang_report  # now: the file system may be what fails
-    from .monitor.positions import HangWatch, time_before
-
-    monitor.own.write_report = functools.partial(write_hang_report, job.rank)
-
-    has_recorder = collectives.has_recorder()
-    if not has_recorder and not before_torch and job.is_main:
-        _log.warning(
-            f"torch {torch.__version__} does not record the collectives of {job.backend} "
-            f"(TORCH_FR_BUFFER_SIZE={os.environ.get('TORCH_FR_BUFFER_SIZE', '')!r}): the cause "
-            "of a hang is then found from stacks and counts of collectives alone. Unset this "
-            "variable if it is 0; otherwise use a newer torch"
-        )
-    recorded = has_recorder and job.backend == "gloo"  # a rank that waits uses no CPU
-    limit = time_before(seconds) if before_torch else seconds
-    return HangWatch(
-        limit,
-        job.world_size,
-        recorded=recorded,
-        before_torch=before_torch,
-        ends_itself=ends_itself,
-    )
+        now = make_watch(float(hang_timeout), ends_itself=ends_itself)
+        monitor.watch(lambda: now)
 
 
 def _log_start(job: Distributed, detection: Detection, rendezvous: Rendezvous) -> None:

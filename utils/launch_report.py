@@ -19,6 +19,7 @@ ROLE = "notice"
 _SECONDS = 5.0  # for the connection, and until launch.py has the notice
 _LONGEST_CAUSE = 2000
 FAILURE_FILE = "DDPKIT_FAILURE_FILE"  # where such lines go instead of standard error
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: all have saved, another job is to continue
 FAILURE = "ddpkit-failure "  # the beginning of the line about what failed first; JSON follows
 
 

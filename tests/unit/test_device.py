@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from utils.host import device
-from utils.host.gpus import MASKS
+from utils.host.masks import MASKS
 
 Install = Callable[..., None]
 
@@ -60,5 +60,5 @@ def test_visible_devices_are_identified_in_order(
 def test_gpus_that_torch_cannot_use_are_reported(
         accelerator: Install, monkeypatch: pytest.MonkeyPatch, gpus: int, uuids: list[str], warned: bool) -> None:
     accelerator("cuda", uuids)
-    monkeypatch.setattr(device, "count_gpus", lambda: gpus)
+    monkeypatch.setattr("utils.host.gpus.count_gpus", lambda: gpus)
     assert ("has 4 GPU(s)" in device.unused_gpus()) == warned

@@ -124,6 +124,34 @@ def test_copy_under_another_name_starts_two_ranks(tmp_path: Path) -> None:
     assert all(f"rank {rank} of 2 mean 0.5\n" in done.stdout for rank in range(2))
 
 
+# What a start reads: without the tools, and without what is needed only by a training, a job, GPUs or a hang.
+START = """
+import sys
+from pathlib import Path
+
+from ddpkit import setup_distributed
+
+with setup_distributed("gloo") as job:
+    loaded = {name.partition(".")[2]: module.__file__ for name, module in sys.modules.items() if "ddpkit" in name}
+    if job.is_main:
+        lines = sum(len(Path(file).read_text().splitlines()) for file in loaded.values())
+        print(f"a start reads {len(loaded)} files, {lines} lines")
+        print("loaded:", *loaded, "")
+"""
+
+
+def test_a_start_loads_no_more_than_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(START)
+    done = python(str(tmp_path / "start.py"), ranks=2)
+    print(*(line for line in done.stdout.splitlines() if line.startswith("a start reads")))
+    loaded = done.stdout.partition("loaded: ")[2].split()
+    assert "startup.exchange" in loaded and "monitor.monitor" in loaded, done.stderr
+    others = ("tools", "training", "checkpoint", "data", "metrics", "preemption", "job", "host.gpus", "monitor.hang",
+              "monitor.positions", "monitor.inspection", "monitor.watch", "consistency")
+    of_steps = {"job", "job.slurm_steps", "training_hooks"}
+    assert not [name for name in loaded if name.startswith(others) and name not in of_steps]
+
+
 # As an editable installation finds it: as ddpkit, in a folder of another name.
 EDITABLE = f"""
 import importlib.util, subprocess, sys

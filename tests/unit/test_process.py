@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.unit.programs import ROOT
 from utils.host import process
+from utils.host.work import work_done
 from utils.tools.launch.proc_reader import environment
 
 
@@ -39,23 +40,24 @@ def test_a_process_is_described(tmp_path: Path) -> None:
 
 def test_work_of_descendants_and_of_children_that_have_ended_counts() -> None:
     program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
-    before = process.work_done()[0]
+    before = work_done()[0]
     words = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-S", "-c", program]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
         assert shell.stdout and shell.stdout.readline()
-        assert process.work_done()[0] - before >= 0.25  # the shell waits
+        assert work_done()[0] - before >= 0.25  # the shell waits
         shell.communicate("\n")
-    assert process.work_done()[0] - before >= 0.25
+    assert work_done()[0] - before >= 0.25
 
 
 FORKED = """\
 import os, threading, time
 from tests.unit.programs import ROOT
 from utils.host import process
+from utils.host.work import work_done
 def measure():
-    before = process.work_done()[0]
+    before = work_done()[0]
     time.sleep(1)
-    print(process.work_done()[0] - before, flush=True)
+    print(work_done()[0] - before, flush=True)
     os._exit(0)
 if os.fork() == 0:
     threading.Thread(target=measure).start()

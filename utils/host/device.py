@@ -13,7 +13,7 @@ import torch
 
 from ..launch_error import LaunchError
 from .cores import pci_node
-from .gpus import MASKS_OF, count_gpus, gpu_vendor, intel_addresses, nvidia_address, set_masks
+from .masks import MASKS_OF, set_masks
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}  # with the type of device
 
@@ -71,11 +71,13 @@ def pin(device: torch.device) -> None:
 
 def unused_gpus() -> str:
     """Return a warning where this host has GPUs that its torch cannot use; "" where it has not."""
-    count = count_gpus()
+    from . import gpus
+
+    count = gpus.count_gpus()
     if not count or _count("cuda") or _count("xpu"):
         return ""
     return (
-        f"{socket.gethostname()} has {count} GPU(s) ({gpu_vendor()}), but torch "
+        f"{socket.gethostname()} has {count} GPU(s) ({gpus.gpu_vendor()}), but torch "
         f"{torch.__version__} detects none; training runs on CPUs. Install a torch build for them, "
         "or pass backend='gloo' to train on CPUs without this warning"
     )
@@ -111,8 +113,10 @@ def _pci_address(device_type: str, index: int, count: int) -> str:
 
     count: of the visible devices.
     """
+    from . import gpus  # a start on CPUs does not need it
+
     if device_type == "xpu":  # torch does not report it; each tile of a GPU may be a device
-        addresses = intel_addresses()
+        addresses = gpus.intel_addresses()
         whole = bool(addresses) and count % len(addresses) == 0
         masked = any(name in os.environ for name in MASKS_OF["intel"])
         return addresses[index * len(addresses) // count] if whole and not masked else ""
@@ -121,4 +125,4 @@ def _pci_address(device_type: str, index: int, count: int) -> str:
     if hasattr(properties, "pci_domain_id"):
         bus, number = properties.pci_bus_id, properties.pci_device_id
         return f"{properties.pci_domain_id:04x}:{bus:02x}:{number:02x}.0"
-    return nvidia_address(str(properties.uuid)) if hasattr(properties, "uuid") else ""
+    return gpus.nvidia_address(str(properties.uuid)) if hasattr(properties, "uuid") else ""

@@ -9,19 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import process
-
-MASKS_OF = {  # variables that hide devices, by vendor
-    "nvidia": ("CUDA_VISIBLE_DEVICES",),
-    "amd": (
-        "ROCR_VISIBLE_DEVICES",
-        "HIP_VISIBLE_DEVICES",
-        "GPU_DEVICE_ORDINAL",
-        "CUDA_VISIBLE_DEVICES",
-    ),
-    "intel": ("ZE_AFFINITY_MASK",),
-}
-VENDORS = tuple(MASKS_OF)
-MASKS = tuple(dict.fromkeys(name for names in MASKS_OF.values() for name in names))
+from .masks import MASKS_OF
 
 _NVIDIA_GPUS = "proc/driver/nvidia/gpus"
 
@@ -39,14 +27,8 @@ def count_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) 
 
 
 def gpu_vendor(root: Path = Path("/")) -> str | None:
-    """Return the vendor of this host's GPUs, one of VENDORS, whatever the masks hide."""
+    """Return the vendor of this host's GPUs, one of masks.VENDORS, whatever the masks hide."""
     return next((vendor for vendor, find in _ADDRESSES.items() if find(root)), None)
-
-
-def set_masks() -> str:
-    """Return the variables that hide devices, for messages."""
-    found = [f"{name}={os.environ[name]}" for name in MASKS if name in os.environ]
-    return " ".join(found) or "no device mask is set"
 
 
 def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:

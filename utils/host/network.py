@@ -21,7 +21,6 @@ _LISTEN_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgo
 _OTHER_BACKLOG = 512  # connections of others than the peers
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 0x1  # netdevice(7)
-_SIOCGIFMTU = 0x8921
 # Bridges of containers and virtual machines: every host has the same address there.
 _PRIVATE_BRIDGES = ("docker", "virbr", "lxc", "lxd", "cni", "podman", "br-", "veth", "vmnet")
 
@@ -154,16 +153,6 @@ def interface_of(address: str) -> str | None:
     return next(
         (name for name, own_address in interfaces().items() if own_address == address), None
     )
-
-
-def mtu(interface: str) -> int | None:
-    """Return the largest packet that an interface sends, in bytes; None where it is unknown."""
-    import fcntl  # as above
-
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        response = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
-        return int(struct.unpack("16xi", response[:20])[0])
-    return None
 
 
 def default_gloo_address() -> str | None:

@@ -1,4 +1,4 @@
-"""Read /proc: the parents, command lines, start times and work of processes.
+"""Read /proc: the parents, command lines and start times of processes.
 
 All readers of /proc use read(). Without /proc (macOS) nothing is found and nothing fails.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, NoReturn
@@ -103,11 +102,6 @@ def why_stopped(pid: int) -> str:
     return "stopped by a signal (SIGSTOP or SIGTSTP)" if found.get("State", "")[:1] == "T" else ""
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process, and not a debugger."""
-    return why_stopped(pid).startswith("stopped")
-
-
 def command_line(pid: int) -> str:
     """Return the words of a command, separated by spaces; empty where there is no such process.
 
@@ -179,29 +173,6 @@ def schedule(thread_id: int, pid: int | str = "self") -> Schedule:
     return Schedule(int(fields[0]) / 1e9, int(fields[1]) / 1e9)
 
 
-def work_done() -> tuple[float, float, bool]:
-    """Return CPU seconds, megabytes of I/O, and whether a thread of this process waits for a disk.
-
-    The first two include all descendants. CPU seconds include the time in which
-    other Python threads of this process waited for a core. They decrease when a thread or a child
-    ends. Zeros without /proc.
-    """
-    # Not the threads of gloo: they look for work a hundred times a second.
-    main = threading.main_thread()  # its native_id is that of the parent after a fork
-    own = {os.getpid() if thread is main else thread.native_id for thread in threading.enumerate()}
-    own.discard(threading.get_native_id())
-    seconds = megabytes = 0.0
-    for pid in with_descendants([os.getpid()]):
-        ticks = map(int, stat(f"/proc/{pid}")[1][11:15])  # with the children that have ended
-        seconds += sum(ticks) / os.sysconf("SC_CLK_TCK")
-        threads = own if pid == os.getpid() else {pid}
-        seconds += sum(schedule(thread, pid).ready_seconds for thread in threads if thread)
-        amounts = (line.partition(b": ") for line in read(f"/proc/{pid}/io").splitlines())
-        megabytes += sum(int(n) for key, _, n in amounts if key in (b"rchar", b"wchar")) / 1e6
-    states = (stat(f"/proc/self/task/{thread}")[1][:1] for thread in thread_ids())
-    return seconds, megabytes, ["D"] in states
-
-
 # This host ---------------------------------------------------------------------------------------
 
 
@@ -224,18 +195,3 @@ def namespace(kind: str) -> str:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
-
-
-def import_path(name: str, file: str) -> tuple[str, str]:
-    """Return the folder for sys.path from which a module of this package can be imported, and as
-    what, in a Python without site-packages: an editable installation gives the package another
-    name than its folder has.
-
-    name, file: __name__ and __file__ of the module.
-    """
-    folder = os.path.splitext(os.path.abspath(file))[0]
-    names: list[str] = []
-    for _ in range(name.count(".") + 1):
-        folder, last = os.path.split(folder)
-        names.insert(0, last)
-    return folder, ".".join(names)

@@ -1,11 +1,9 @@
-"""Host names, units and exit statuses as Slurm, PBS and the jobs of ddpkit submit write them."""
+"""Host names, durations and sizes as Slurm, PBS and the jobs of ddpkit submit write them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
-EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again later
 STOP_FILE = "DDPKIT_STOP_FILE"  # in the jobs of ddpkit submit: `submit stop` touches it
 
 
@@ -83,14 +81,3 @@ def parse_number(text: str, *, signed: bool = False) -> int | None:
     text = text.strip()
     digits = text.removeprefix("-") if signed else text
     return int(text) if re.fullmatch("[0-9]{1,18}", digits) else None
-
-
-# As numbered in slurm.h. Slurm 26.05 writes SLURM_STEP_ID=-5, earlier ones 4294967291 or nothing.
-SPECIAL_STEPS = {"extern": -4, "batch": -5, "interactive": -6}
-_STEP_NAMES = {str(id + base): name for name, id in SPECIAL_STEPS.items() for base in (0, 1 << 32)}
-
-
-def step_name(environ: Mapping[str, str]) -> str:
-    """Return the step around this process, such as "7" or one of SPECIAL_STEPS; "" without one."""
-    step = environ.get("SLURM_STEP_ID", "").strip()
-    return _STEP_NAMES.get(step, step)

@@ -9,9 +9,8 @@ import threading
 from collections.abc import Iterator, Mapping
 
 from ..log import get_logger
-from . import exclude_file, slurm_exclusion
+from . import current_job, exclude_file, slurm_exclusion
 from .commands import SchedulerError, run_command
-from .current_job import current_job
 from .notation import parse_number
 from .slurm_job import Fields, records, unique_job_id
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Mapping
 
 from .commands import SchedulerError, run_command
-from .notation import parse_duration, parse_number, step_name
+from .notation import parse_duration, parse_number
+from .slurm_steps import step_name
 
 Fields = dict[str, str]  # one record: field name or column -> text as printed
 

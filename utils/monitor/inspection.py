@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..channel import Message
 from ..host import process
+from ..host.work import work_done
 from ..launch_report import Failure
 from .decisions import DECIDE_SECONDS, host_of
 from .hang import (
@@ -95,7 +96,7 @@ class Inspection:
         last, groups = self._monitor.own.read_collectives(ends)
         if last and self._monitor.collective_failed:  # an exception has ended the wait
             last[-1]["blocks"] = True
-        work = Work(*process.work_done())
+        work = Work(*work_done())
         return Position(entered, main_thread_location(), tuple(last), work, groups)
 
     # Silent ranks --------------------------------------------------------------------------------

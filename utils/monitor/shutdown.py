@@ -26,9 +26,8 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from .. import effects
 from ..host import process
-from ..job.notation import EXIT_REQUEUE
 from ..launch_error import LaunchError
-from ..launch_report import Failure, report_first_cause
+from ..launch_report import EXIT_REQUEUE, Failure, report_first_cause
 from ..launchers.launcher import Placement
 from ..log import get_logger
 from .counts import entered_collectives

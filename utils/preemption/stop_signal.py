@@ -32,7 +32,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .. import launch_report
-from ..job.notation import EXIT_REQUEUE, STOP_FILE
+from ..job.notation import STOP_FILE
+from ..launch_report import EXIT_REQUEUE
 from ..log import get_logger
 from .agreement import StopAgreement
 from .sources import (

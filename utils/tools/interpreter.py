@@ -238,3 +238,17 @@ def restart(python: str) -> NoReturn:
     os.environ.setdefault(STARTED_BY, sys.executable)
     sys.stdout.flush()
     os.execv(python, [python] + sys.argv)
+
+
+def import_path(name: str, file: str) -> "tuple[str, str]":
+    """Return the folder for sys.path from which a module of this package can be imported, and as
+    what, in a Python without site-packages: an editable installation gives the package another
+    name than its folder has.
+
+    name, file: __name__ and __file__ of the module.
+    """
+    folder, last = os.path.split(os.path.splitext(os.path.abspath(file))[0])
+    for _ in range(name.count(".")):
+        folder, package = os.path.split(folder)
+        last = package + "." + last
+    return folder, last

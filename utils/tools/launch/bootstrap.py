@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...host.process import import_path
+from ..interpreter import import_path
 
 
 def module_command(python: str, module: str, arguments: Sequence[str]) -> list[str]:

@@ -403,7 +403,7 @@ def in_container(
 ) -> list[str]:
     """Return the command that runs a script or program in an image.
 
-    vendor: of the GPUs, one of gpus.VENDORS; None without GPUs. PlanError where PATH has neither
+    vendor: of the GPUs, one of masks.VENDORS; None without GPUs. PlanError where PATH has neither
     Apptainer nor Singularity.
     """
     path = next((found for name in _PROGRAMS if (found := programs.find(name))), None)

@@ -10,8 +10,7 @@ import sys
 import threading
 from typing import NamedTuple
 
-from ...job.notation import EXIT_REQUEUE
-from ...launch_report import Failure
+from ...launch_report import EXIT_REQUEUE, Failure
 
 # Seconds from the first failure until the other ranks are ended: they may report what they know.
 END_DELAY = 0.5

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...host.cores import CPU_BIND, NO_BINDING, parse_binding
-from ...host.gpus import MASKS
+from ...host.masks import MASKS
 from ...host.network import PORT_RANGE
 from ...job import exclude_file
 from ...job.slurm_job import expand_hostlist

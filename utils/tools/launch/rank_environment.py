@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
-from ...host.gpus import MASKS
+from ...host.masks import MASKS
 from ...launchers.detect import LAUNCHERS
 from ...launchers.rank_variables import LAUNCH_RANK
 from ...launchers.rank_variables import RANK_VARIABLES as RANK_VARIABLES

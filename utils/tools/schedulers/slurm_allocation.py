@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...job.commands import SchedulerError, run_command
-from ...job.notation import SPECIAL_STEPS, parse_number, step_name
+from ...job.notation import parse_number
 from ...job.slurm_job import (
     Fields,
     expand_counts,
@@ -16,6 +16,7 @@ from ...job.slurm_job import (
     in_step,
     records,
 )
+from ...job.slurm_steps import SPECIAL_STEPS, step_name
 from .allocation import Allocation, AllocationError
 
 _TIMEOUT_SECONDS = 10.0  # of a query; a user is waiting

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from ...host.process import import_path
 from ...job import exclude_file
 from ...launch_report import FAILURE_FILE
+from ..interpreter import import_path
 from . import Archive, StagingError
 from .archive import cleanup_at_signals, get_archive
 from .broadcast import FAILED, NOT_WRITTEN

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from ...job import exclude_file
 from ...job.commands import SchedulerError
-from ...job.notation import EXIT_REQUEUE
 from ...job.requeue import CHAIN_VARIABLE, requeue
-from ...launch_report import Failure
+from ...launch_report import EXIT_REQUEUE, Failure
 from ..launch import launch_cli as launch_cli
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...host.cores import CPU_BIND, parse_binding
-from ...host.gpus import VENDORS
+from ...host.masks import VENDORS
 from ..launch.methods import NAMES
 from .paths import JOBS
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...job import exclude_file
 from ...job.commands import SchedulerError
-from ...job.notation import EXIT_REQUEUE
+from ...launch_report import EXIT_REQUEUE
 from ..schedulers.scheduler import Scheduler, State, Status, state_of_exit
 from . import bad_hosts as exclusion
 from . import submissions as records

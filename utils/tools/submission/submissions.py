@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...job.notation import EXIT_REQUEUE
+from ...launch_report import EXIT_REQUEUE
 from ..schedulers.job_spec import Job
 
 FILE = "submission.json"

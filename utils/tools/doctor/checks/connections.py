@@ -6,6 +6,10 @@ Each host connects by TCP to the others, at the addresses that the collectives u
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import socket
+import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +20,7 @@ from ..check import Check, Exchange, Finding, Level, Ranks, Reported
 from ..peers import NO_DATA, connect_hosts, data_address, interface_problem, names_of
 
 _SHOWN = 6  # links
+_SIOCGIFMTU = 0x8921  # netdevice(7)
 
 
 @dataclass
@@ -46,7 +51,7 @@ class Connections(Check[ConnectionFacts]):
         address = data_address(ranks.address)
         interface = network.interface_of(address) or ""
         problem = interface_problem(hosts=len(ranks.hosts))
-        facts = ConnectionFacts(address, interface, network.mtu(interface), problem)
+        facts = ConnectionFacts(address, interface, _mtu(interface), problem)
         if len(ranks.hosts) > 1:
             found = yield from connect_hosts(ranks, address)
             facts.others = list(found.items())
@@ -223,3 +228,11 @@ def _interface_mtus(seen: _Seen) -> Iterator[Finding]:
             "of the network",
             hosts=names,
         )
+
+
+def _mtu(interface: str) -> int | None:
+    """Return the largest packet that an interface sends, in bytes; None where it is unknown."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        response = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
+        return int(struct.unpack("16xi", response[:20])[0])
+    return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ....host import gpus
+from ....host import gpus, masks
 from ....host.cores import (
     CPU_BIND,
     HostMasks,
@@ -90,7 +90,7 @@ class PlacementCheck(Check[PlacementFacts]):
             gpus=_identities(addresses),
             gpu_nodes=[pci_node(address) if address else None for address in addresses],
             allowed_gpus=_identities(gpus.visible_gpu_addresses({})),
-            device_masks=gpus.set_masks(),
+            device_masks=masks.set_masks(),
             threads=threads,
             threads_variable=threads_variable,
             **job,
@@ -159,7 +159,9 @@ def _threads() -> tuple[int, str]:
 
 def _identities(addresses: Sequence[str]) -> list[str]:
     """Return an identity of each GPU: its UUID, its PCI address, or its entry in the mask."""
-    entries = next((os.environ[name] for name in gpus.MASKS if os.environ.get(name)), "").split(",")
+    entries = next((os.environ[name] for name in masks.MASKS if os.environ.get(name)), "").split(
+        ","
+    )
     found = []
     for index, address in enumerate(addresses):
         entry = entries[index] if index < len(entries) else str(index)

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from ....host.gpus import MASKS
+from ....host.masks import MASKS
 from .. import remote_shell
 from ..child_processes import Processes
 from ..launch_plan import HOST_FILE, REMOTE_SHELL, Plan, PlanError, Request, index_of

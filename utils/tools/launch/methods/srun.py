@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from ....host.gpus import MASKS
+from ....host.masks import MASKS
 from ....job.commands import SchedulerError, run_command
 from ....job.slurm_job import in_step
 from ..child_processes import Processes
