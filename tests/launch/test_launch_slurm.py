@@ -62,6 +62,14 @@ def test_rank_0_reads_standard_input(launches: Launches) -> None:
     assert sorted(re.findall("^read .*", done.output, re.MULTILINE)) == ["read 0", "read 288894"], done.output
 
 
+def test_script_that_forms_no_group_is_named_at_its_end(launches: Launches) -> None:
+    script = launches.folder / "train.py"
+    script.write_text("import torch\n")
+    line = launches.line("srun", str(script))
+    output = launches.slurm.batch("-N2 --ntasks-per-node=2 --exclusive", line).output
+    assert output.count("4 independent copies of train.py ran: no rank formed a process group of torch") == 1, output
+
+
 @pytest.mark.parametrize("by", ["mpich5", "openmpi4"])
 def test_ranks_of_an_mpiexec_have_slurm_variables_of_a_task(launches: Launches, by: str) -> None:
     """Not those of the mpiexec's daemons, of which there are two."""

@@ -141,7 +141,7 @@ class GroupWatch:
         return not self.formed and not self._reported and self._all_have_torch()
 
     def _all_have_torch(self) -> bool:
-        return len(self._with_torch) == self._ranks
+        return len(self._with_torch) >= self._ranks  # more where hosts share a PID namespace
 
     def _look(self) -> Iterator[Message]:
         nested: dict[int, int] = {}  # ranks with workers of their own, and how many
