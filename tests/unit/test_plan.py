@@ -239,6 +239,16 @@ def test_slowest_link_and_latency_of_each_hop_count() -> None:
 
 # --- the command
 
+def test_the_start_takes_longer_on_more_nodes_unless_it_is_staged(plan: Plan) -> None:
+    def note(nodes: int) -> list[str]:
+        found = plan(f"{SEVEN_BILLION} --site perlmutter --compute-seconds 1 --nodes {nodes}")["notes"]
+        return [text for text in found if "--stage" in text]
+    assert not note(1)  # one reader is not what makes it slow
+    for nodes, seconds in ((8, "51 s from Lustre, 240 s from NFS"), (64, "410 s from Lustre, 1900 s from NFS")):
+        text, = note(nodes)
+        assert f"on {nodes} nodes need about {seconds}, or 2 s from a copy" in text and "takes 75 s the first" in text
+
+
 def test_measured_links_replace_those_of_the_site(plan: Plan, tmp_path: Path) -> None:
     """The mean latency of a ring of 2 hosts of 4 GPUs is that of its slow links: 6 of 7 messages stay within a node."""
     file = links_file(tmp_path / "links.json", None, (1e9, 1e-4))

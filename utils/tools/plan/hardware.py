@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..submission.paths import JOBS
+from .figures import seconds_text
 
 TABLE = JOBS / "hardware.yaml"
 _DTYPES: tuple[str, ...] = ("float32", "tf32", "float16", "bfloat16")
@@ -154,6 +155,20 @@ class Hardware:
             f"Usable on {gpu.name}: {self._table['attainable']['memory']:.0%} of its memory (the "
             "rest is fragmentation), minus the memory that no tensor uses, in GB: "
             f"{', '.join(f'{name} {size}' for name, size in process)} (jobs/hardware.yaml)."
+        )
+
+    def start_note(self, nodes: int) -> str:
+        """Return how long the ranks of a job need to import their packages."""
+        start = self._table["start"]
+        growth = nodes / start["nodes"]
+        shared = ", ".join(
+            f"{seconds_text(seconds * growth)} from {name}"
+            for name, seconds in start["shared"].items()
+        )
+        return (
+            f"To import their packages, the ranks on {nodes} nodes need about {shared}, or "
+            f"{seconds_text(start['copy'])} from a copy on each node: `ddpkit launch --stage`, "
+            f"which takes {seconds_text(start['copying'])} the first time (jobs/hardware.yaml)."
         )
 
     def link(self, text: str) -> Link:

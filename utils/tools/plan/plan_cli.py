@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -170,6 +171,9 @@ def make_plan(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any] 
     name = args.gpu or (site.gpu if site else None)
     gpu = hardware.accelerator(name) if name else None
     notes = [hardware.memory_note(gpu)] if gpu else []
+    nodes = math.ceil(gpus / network.gpus_per_node)
+    if nodes > 1:
+        notes.append(hardware.start_note(nodes))
 
     trace = None if args.parameters else _trace(args, args.batch)
     largest: traced.LargestBatch | None = None
