@@ -147,7 +147,8 @@ def test_findings_that_say_the_same_of_several_hosts_are_one() -> None:
 def test_report_lists_hosts_to_exclude_and_the_most_serious_level() -> None:
     results = [FindingsOfCheck("network", [Finding(Level.BAD, "slow", hosts=("a",), exclude=True)]),
                FindingsOfCheck("limits", [Finding(Level.WARNING, "few cores", "Ask", hosts=("b",), exclude=True)])]
-    report = Report(places("a", "b"), "srun", results, 1.0)
+    report = Report(places("a", "b"), "slurm", results, 1.0)
+    assert "doctor: BAD: 2 ranks on 2 hosts, started by srun (Slurm), 1.0 s" in report.as_text()
     assert report.level is Level.BAD and report.hosts_to_exclude == {"a": "network: slow"}
     assert "BAD network: slow." in report.as_text() and "WARNING limits: few cores." in report.as_text()
 

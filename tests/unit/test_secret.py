@@ -92,5 +92,5 @@ def test_a_start_without_the_required_secret_fails_before_it_listens(rank: int) 
     launcher: Launcher = next(one for one in LAUNCHERS if one.name == "env")
     placement = Placement("env", rank, 2, rank, 1)
     environ = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", REQUIRED: "1"}
-    with pytest.raises(LaunchError, match=f"{REQUIRED} is set, and the ranks started by env share no secret"):
+    with pytest.raises(LaunchError, match=f"{REQUIRED} is set, and ranks numbered by RANK and WORLD_SIZE share no"):
         agree(placement, make_report(placement), launcher=launcher, timeout=5, environ=environ)

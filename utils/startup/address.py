@@ -90,9 +90,10 @@ def agree(
         launcher, placement, environ, name_service=name_service, timeout=timeout
     )
     if environ.get(secret.REQUIRED) == "1" and not endpoints.is_authenticated:
+        start = launcher.describe_start(environ)
         raise LaunchError(
-            f"{secret.REQUIRED} is set, and the ranks started by {launcher.name} share no secret. "
-            f"Start them by ddpkit launch, or export {secret.FILE}=<a private file> to all ranks"
+            f"{secret.REQUIRED} is set, and ranks {start} share no secret. Start them by "
+            f"ddpkit launch, or export {secret.FILE}=<a private file> to all ranks"
         )
     if placement.rank == 0:
         return _serve(placement, endpoints, report, deadline)

@@ -149,8 +149,8 @@ def find_endpoints(
         return use_hosts()
     reasons = "; ".join(str(error) for error in unavailable) or "no node list"
     raise LaunchError(
-        f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}, started by "
-        f"{launcher.name}: rank 0's address is unknown ({reasons}). "
+        f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}, "
+        f"{launcher.describe_start(environ)}: rank 0's address is unknown ({reasons}). "
         "Export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port> to all ranks"
         f"{launcher.export_hint}"
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...launchers.detect import LAUNCHERS
 from .check import Finding, Level, RankPlace
 
 LABELS = {Level.GOOD: "good", Level.WARNING: "WARNING", Level.BAD: "BAD"}
@@ -102,7 +103,9 @@ class Report:
         if not self.launcher:
             return f"one process on {self.everyone[0].host}, {self.seconds:.1f} s"
         counts = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
-        return f"{counts}, started by {self.launcher}, {self.seconds:.1f} s"
+        commands = {each.name: each.command for each in LAUNCHERS}
+        command = commands.get(self.launcher) or self.launcher
+        return f"{counts}, started by {command}, {self.seconds:.1f} s"
 
 
 def _row(result: FindingsOfCheck) -> str:

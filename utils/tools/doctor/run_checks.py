@@ -119,7 +119,7 @@ def _launch_result(lead: Lead) -> FindingsOfCheck:
     else:
         launcher = _launcher_name(lead.placement.launcher)
         started = f"started by {launcher}" if launcher else "started without a launcher"
-        message = f"one process on {lead.everyone[0].host}, {started}"
+        message = f"one rank on {lead.everyone[0].host}, {started}"
     return FindingsOfCheck(_LAUNCH, notes or [Finding(Level.GOOD, message)])
 
 
