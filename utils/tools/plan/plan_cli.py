@@ -145,7 +145,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     out.add_argument("--html", type=Path, metavar="FILE", help="a page with sliders")
     args = parser.parse_args(words)
     if sum((bool(args.script), bool(args.model), args.parameters is not None)) != 1:
-        parser.error("expected one of SCRIPT, --model and --parameters")
+        parser.error("give exactly one of SCRIPT, --model and --parameters")
     for name in ("precision", "optimizer", "accumulate"):
         if args.script and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is for --model and --parameters: a script itself decides that")
