@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import LAUNCH, MPIS, Lab
+from tests.launch.launchers import LAUNCH, MPIS, ROOT, Lab
 from utils.tools.staging import distribute
 
 PROGRAM = """\
@@ -520,6 +520,23 @@ def test_mpi_sends_the_archive_to_each_host(by_mpi: Callable[..., tuple[list[boo
     assert "not written" not in output and "warning" not in output, output
     staged, output = by_mpi(by)
     assert staged == [True] * 2 and "staging" not in output, output
+
+
+@pytest.mark.usefixtures("own_disks")
+@pytest.mark.parametrize("by", ["mpich5", "openmpi5", "intel"])
+def test_mpi_changes_no_byte_of_the_archive(lab: Lab, shared: Shared, by: str) -> None:
+    """h2 passes on what h1 reads; h3 has the disk of this machine."""
+    archive = shared.folder / "archive"
+    archive.write_bytes(os.urandom((30 << 20) + 7))
+    order = {"archive": ("key", str(archive), archive.stat().st_size, 1, ""), "target": str(shared.disk / "target"),
+             "stage_dir": str(shared.disk), "hosts": 3, "seconds": 60}
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from utils.tools.staging.broadcast import main; main({order})"
+    env = {**lab.mpi4py(by), "I_MPI_PERHOST": "1"}
+    done = lab.mpi(by, "h1 h2 h3", [sys.executable, "-c", code], env=env)
+    assert done.status == 0 and not done.output, done.output
+    for received in (Path(f"/proc/{lab.hosts.pid('h2')}/root{shared.disk}/target"), shared.disk / "target"):
+        assert received.read_bytes() == archive.read_bytes()
+        assert stat.S_IMODE(received.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("by", ["mpich5", "openmpi5", "intel"])

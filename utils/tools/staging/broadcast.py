@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,9 @@ from .room import needed_bytes
 
 FAILED = "ddpkit-stage-failed "  # before what ends the broadcast, in the output of a process
 NOT_WRITTEN = "ddpkit-stage-not-written "  # before why one node does not keep the archive
-_CHUNK_BYTES = 64 << 20
+_PIECE_BYTES = 4 << 20
+_BUFFERS = 3
+_POLL_SECONDS = 0.001
 
 
 def main(order: Mapping[str, Any]) -> None:
@@ -42,15 +45,34 @@ def main(order: Mapping[str, Any]) -> None:
 
 
 def _broadcast(world: Any, archive: Archive, order: Mapping[str, Any]) -> None:
-    is_first, target = world.rank == 0, order["target"]
-    file = os.open(archive.path, os.O_RDONLY) if is_first else _create(archive, order)
-    buffer, left = memoryview(bytearray(min(_CHUNK_BYTES, archive.size))), archive.size
-    while left:
-        chunk = buffer[: min(len(buffer), left)]
-        if is_first and file is not None:
-            _read(file, chunk)
-        world.Bcast(chunk, 0)
-        if not is_first and file is not None:
+    """Pass pieces from each node to the next, all nodes at the same time.
+
+    MPI_Bcast of large buffers takes two to four times as long on links of 1 Gbit/s.
+    """
+    rank, target = world.rank, order["target"]
+    file = _create(archive, order) if rank else os.open(archive.path, os.O_RDONLY)
+    buffers = [memoryview(bytearray(_PIECE_BYTES)) for _ in range(_BUFFERS)]
+    pieces = -(-archive.size // _PIECE_BYTES)
+    sends: dict[int, Any] = {}
+
+    def buffer_of(piece: int) -> memoryview:
+        if piece - _BUFFERS in sends:  # which used the same buffer
+            _wait(sends.pop(piece - _BUFFERS))
+        return buffers[piece % _BUFFERS][: archive.size - piece * _PIECE_BYTES]
+
+    incoming = world.Irecv(buffer_of(0), rank - 1) if rank else None
+    for piece in range(pieces):
+        if rank:
+            _wait(incoming)
+            chunk = buffers[piece % _BUFFERS][: archive.size - piece * _PIECE_BYTES]
+            if piece + 1 < pieces:
+                incoming = world.Irecv(buffer_of(piece + 1), rank - 1)
+        else:
+            chunk = buffer_of(piece)
+            _read(file or 0, chunk)
+        if rank + 1 < world.size:
+            sends[piece] = world.Isend(chunk, rank + 1)
+        if rank and file is not None:
             try:
                 _write(file, chunk)
             except OSError as error:
@@ -58,7 +80,13 @@ def _broadcast(world: Any, archive: Archive, order: Mapping[str, Any]) -> None:
                 os.close(file)
                 os.unlink(target)
                 file = None
-        left -= len(chunk)
+    for send in sends.values():
+        _wait(send)
+
+
+def _wait(request: Any) -> None:
+    while not request.Test():  # Wait() would take a core, which other jobs may use
+        time.sleep(_POLL_SECONDS)
 
 
 def _create(archive: Archive, order: Mapping[str, Any]) -> int | None:
