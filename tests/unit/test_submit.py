@@ -248,7 +248,7 @@ def test_default_site_is_that_of_the_centre_or_scheduler(login: Login, monkeypat
 
     (login.folder / "ours.yaml").write_text("title: Ours\nscheduler: slurm\n")
     done = login.submit("run", "--site", "ours", "train.py")
-    assert "Write the path of a file with a slash: --site ./ours.yaml" in done.err
+    assert "but ./ours.yaml exists. Write the path of a file with a slash: --site ./ours.yaml" in done.err
     assert login.submit("run", "--site", "./ours.yaml", "--dry-run", "train.py").out.startswith("#!")
 
     monkeypatch.setenv("DDPKIT_SITE", "derecho")

@@ -109,8 +109,8 @@ def load(name: str) -> Profile:
         )
         if own:
             raise ProfileError(
-                f"There is no site {name!r}, but a file. Write the path of a file with a slash: "
-                f"--site {own}"
+                f"{name!r} is not a site of the kit, but {own} exists. Write the path of a file "
+                f"with a slash: --site {own}"
             )
         raise ProfileError(
             f"There is no site {name!r}. Expected one of {', '.join(names())}."
