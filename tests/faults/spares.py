@@ -1,13 +1,21 @@
 """Failures of hosts and ranks in a launch with a spare: which host is left out, how long it takes, the final loss.
 
-python tests/faults/spares.py [--failures 40] [--faults kill agent stop gpu outside off disk] [--by ssh | srun]
+python tests/faults/spares.py [--failures 40] [--faults kill agent stop gpu outside off disk two] [--by ssh | srun]
+                              [--stage]
+python tests/faults/spares.py --healthy 10 [--stage]    what --spare costs where nothing fails
+python tests/faults/spares.py --torchrun 5              torchrun's own restart beside that of --max-restarts
 
 Five hosts (network namespaces) are a job of PBS, as its variables describe one, or with --by srun of a real Slurm, that
 of the system or of DDPKIT_SLURM_HOME. Four of them train. In each run a rank fails after step 12, in the way of FAULT,
 or its host is cut off ("outside") or loses all its processes, too ("off"). Prints a line for each: whether the right
 host was left out, seconds from the notice of the failure to the end of the next step, and whether the final loss has
-the same bits as that of an undisturbed run. "disk", a full disk, ends the launch with its cause. Exit status 0 if all
-are right. Needs root, and about 30 s for each failure.
+the same bits as that of an undisturbed run. "disk", a full disk, ends the launch with its cause; "two" kills ranks of
+two hosts at once: one of the hosts is left out. --stage: the ranks import from the kept copy of their packages. Exit
+status 0 if all are right. Needs root, and about 30 s for each failure.
+
+--healthy: pairs of launches on four hosts, without a spare and with one, one right after the other, and the median of
+with / without. --torchrun: four ranks on this host, one of which is killed; seconds from the kill to the end of the
+next step, of `torchrun --max-restarts 1` and of `ddpkit launch --max-restarts 1`.
 """
 from __future__ import annotations
 
@@ -19,6 +27,8 @@ import random
 import re
 import shlex
 import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +42,7 @@ from tests.launch.test_launch import Job
 from utils.host import process
 
 PROGRAM = str(Path(__file__).resolve().parents[1] / "launch" / "spare_program.py")
-FAULTS = ("kill", "agent", "stop", "gpu", "outside", "off", "disk")
+FAULTS = ("kill", "agent", "stop", "gpu", "outside", "off", "disk", "two")
 
 
 def switch_off(hosts: Hosts, host: str) -> None:
@@ -78,9 +88,9 @@ class SlurmJobs:
             return Result(0 if "\nfinal loss" in output else 1, output)
 
 
-def fail_once(lab: Lab | SlurmJobs, folder: Path, by: str, fault: str, rank: int) -> Result:
+def fail_once(lab: Lab | SlurmJobs, folder: Path, by: str, stage: list[str], fault: str, rank: int) -> Result:
     inside = "outside" if fault == "off" else fault
-    words = ["--spare", "1", "--hang-timeout", "15", PROGRAM, str(folder), inside, str(rank)]
+    words = [*stage, "--spare", "1", "--hang-timeout", "15", PROGRAM, str(folder), inside, str(rank)]
     if isinstance(lab, SlurmJobs):
         return lab.run(folder, words, fault, lab.hosts[rank])
     job, bad = Job(lab, folder, nodes=lab.hosts.hosts), lab.hosts.hosts[rank]
@@ -97,11 +107,13 @@ def fail_once(lab: Lab | SlurmJobs, folder: Path, by: str, fault: str, rank: int
             lab.hosts.set_link(bad, "up")
 
 
-def outcome(done: Result, folder: Path, fault: str, bad: str, spare: str, loss: str) -> tuple[bool, str]:
+def outcome(done: Result, folder: Path, fault: str, bad: str, other: str, spare: str, loss: str) -> tuple[bool, str]:
     last = done.output.splitlines()[-1]
     if fault == "disk":
         return done.status == 1 and f"on {bad} failed: OSError: [Errno 28]" in last, last
     same = re.findall(r"^final loss .*", done.output, re.MULTILINE) == [loss]
+    if fault == "two" and f"restart 1 without {bad}," not in done.output:  # the other one was noticed first
+        bad = other
     if not done.status and "restart 1" not in done.output:
         return same and fault == "agent", "went on: the fault has ended no rank"  # srun needs no slurmstepd
     if done.status or f"restart 1 without {bad}, with {spare} instead" not in done.output:
@@ -116,20 +128,73 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=40)
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS)
     parser.add_argument("--by", default="ssh")
+    parser.add_argument("--stage", action="store_const", const=["--stage"], default=[])
+    parser.add_argument("--healthy", type=int, metavar="PAIRS")
+    parser.add_argument("--torchrun", type=int, metavar="PAIRS")
     args = parser.parse_args()
+    if args.torchrun:
+        return beside_torchrun(args.torchrun)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         if args.by == "srun":
             jobs = SlurmJobs(Path(name))
             return run(jobs, jobs.hosts, Path(name), args)
         hosts = stack.enter_context(Hosts(5, subnet="10.79.25"))
-        return run(Lab(hosts, hosts.start_sshd(), lambda program: Path(program)), hosts.hosts, Path(name), args)
+        lab = Lab(hosts, hosts.start_sshd(), lambda program: Path(program))
+        if args.healthy:
+            return healthy(lab, Path(name), args.healthy, args.by, args.stage)
+        return run(lab, hosts.hosts, Path(name), args)
+
+
+def healthy(lab: Lab, parent: Path, pairs: int, by: str, stage: list[str]) -> int:
+    """Print the seconds of launches without a spare and with one, nothing failing."""
+    hosts, seconds = lab.hosts.hosts, []
+    for number in range(pairs + 1):
+        pair = {}
+        for spare in (False, True) if number % 2 else (True, False):
+            folder = parent / f"{number} {spare}"
+            folder.mkdir()
+            words = [*(stage if spare else []), "--spare", "1", PROGRAM] if spare else [PROGRAM]
+            beginning = time.monotonic()
+            done = Job(lab, folder, nodes=hosts[:5 if spare else 4]).run(by, *words, str(folder))
+            pair[spare] = time.monotonic() - beginning
+            assert done.status == 0, done.output
+        if number:  # the first one fills the caches, and makes the copy
+            seconds.append((pair[False], pair[True]))
+            print(f"{number:3} without {pair[False]:.2f} s, with {pair[True]:.2f} s", flush=True)
+    ratios = [with_spare / without for without, with_spare in seconds]
+    quartiles = statistics.quantiles(ratios, n=4) if pairs > 1 else ratios * 3
+    print(f"--spare 1{' --stage' * bool(stage)}: {quartiles[1]:.3f} of the launch without it, quartiles "
+          f"{quartiles[0]:.3f} to {quartiles[2]:.3f}, {pairs} pairs; the bar is 1.03")
+    return 0
+
+
+def beside_torchrun(pairs: int) -> int:
+    """Print the seconds from a killed rank to the end of the next step, of torchrun's restart and of the kit's."""
+    sides = {"torchrun": [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "4"],
+             "ddpkit launch": [*LAUNCH, "-n", "4"]}
+    took: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(pairs):
+        for side, command in sides.items():
+            with tempfile.TemporaryDirectory() as name:
+                words = [*command, "--max-restarts", "1", PROGRAM, name, "kill", "2"]
+                done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+                assert done.returncode == 0 and "final loss" in done.stdout, done.stdout + done.stderr
+                rows = [json.loads(line) for line in (Path(name) / "metrics.jsonl").read_text().splitlines()]
+                last_start = max(index for index, row in enumerate(rows) if row.get("event") == "start")
+                next_step = next(row for row in rows[last_start:] if "loss" in row)
+                took[side].append(next_step["time"] - (Path(name) / "failed").stat().st_mtime)
+        print(number + 1, *(f"{side} {seconds[-1]:.1f} s" for side, seconds in took.items()), sep=", ", flush=True)
+    medians = {side: statistics.median(seconds) for side, seconds in took.items()}
+    print(f"medians: {', '.join(f'{side} {seconds:.1f} s' for side, seconds in medians.items())}; ratio "
+          f"{medians['ddpkit launch'] / medians['torchrun']:.2f}")
+    return 0
 
 
 def run(lab: Lab | SlurmJobs, hosts: list[str], parent: Path, args: argparse.Namespace) -> int:
     folder = parent / "undisturbed"
     folder.mkdir()
     if isinstance(lab, SlurmJobs):
-        done = lab.run(folder, ["--spare", "1", PROGRAM, str(folder)])
+        done = lab.run(folder, [*args.stage, "--spare", "1", PROGRAM, str(folder)])
     else:
         done = Job(lab, folder, nodes=hosts[:4]).run(args.by, PROGRAM, str(folder))
     loss, wrong = done.line("final loss"), 0
@@ -139,8 +204,8 @@ def run(lab: Lab | SlurmJobs, hosts: list[str], parent: Path, args: argparse.Nam
             rank = random.randrange(1, 4)  # ddpkit launch runs on the first host
         folder = parent / str(number)
         folder.mkdir()
-        done = fail_once(lab, folder, args.by, fault, rank)
-        right, text = outcome(done, folder, fault, hosts[rank], hosts[4], loss)
+        done = fail_once(lab, folder, args.by, args.stage, fault, rank)
+        right, text = outcome(done, folder, fault, hosts[rank], hosts[(rank + 1) % 4], hosts[4], loss)
         wrong += not right
         print(f"{number + 1:3} {fault:8} {hosts[rank]} {'right' if right else 'WRONG'} {text}", flush=True)
         if not right:

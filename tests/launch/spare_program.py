@@ -1,7 +1,8 @@
 """A training with checkpoints, for launches with spare hosts; a rank that is told so fails in its first life.
 
 spare_program.py FOLDER [FAULT RANK [always]]: 30 steps of 0.1 s, a checkpoint after every fifth. After step 12 the
-rank does FAULT, unless a file says that it has done so before. Prints the final loss with all digits.
+rank (with "two", the next one, too) does FAULT, unless a file says that it has done so before. Prints the final loss
+with all digits.
 """
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ STEPS, FAULT_STEP = 30, 12
 
 
 def fail(fault: str) -> None:
-    if fault == "kill":
+    if fault in ("kill", "two"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -56,8 +57,9 @@ def main() -> None:
                 loss = dist.all_reduce_mean(loss.detach())
                 metrics.log(step, loss=loss)
                 time.sleep(0.1)
-                if step == FAULT_STEP and dist.rank == bad_rank:
-                    once = folder / "failed"
+                bad_ranks = (bad_rank, (bad_rank + 1) % dist.world_size) if fault == "two" else (bad_rank,)
+                if step == FAULT_STEP and dist.rank in bad_ranks:
+                    once = folder / ("failed" if dist.rank == bad_rank else "failed, too")
                     if not once.exists() or "always" in sys.argv:
                         once.write_text(str(os.getpid()))
                         fail(fault)
