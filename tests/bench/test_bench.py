@@ -29,6 +29,13 @@ def test_launch_and_agents_are_measured() -> None:
     assert re.search(r"^ +16 +2 +\d+\.\d\d(?: +[\d.]+ +[\d.]+ +\d+ +[\d.]+ %){2}$", done.stdout, re.MULTILINE), done
 
 
+def test_the_way_of_an_archive_is_measured(need: Callable[[str], Path]) -> None:
+    for each in ("hosts", "sshd", "mpich", "mpi4py"):
+        need(each)
+    done = python("tests/bench/bench_staging.py", "--hosts", "3", "--megabytes", "20", "--by", "mpich5")
+    assert re.search(r"^mpich5( +\d+\.\d){3} +\d+\.\d\d$", done.stdout, re.MULTILINE), done
+
+
 def test_startup_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench_startup, "DETECT_PROCESSES", 1)
     monkeypatch.setattr(bench_startup, "IMPORT_PAIRS", 2)
