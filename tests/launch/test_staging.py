@@ -1,10 +1,9 @@
 """ddpkit launch --stage: ranks import from a copy on the node, or from the shared packages with one warning."""
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import re
-import shlex
 import shutil
 import signal
 import stat
@@ -12,87 +11,19 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import LAUNCH, MPIS, ROOT, Lab
-from utils.tools.staging import distribute
-
-PROGRAM = """\
-import json, os, subprocess, sys
-import editable, heavy, torch
-out = subprocess.run([sys.argv[1], "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True).stdout
-sys.stdout.write("rank " + json.dumps({"rank": os.environ["RANK"], "prefix": sys.prefix, "heavy": heavy.__file__,
-    "version": heavy.VERSION, "editable": editable.__file__, "other": out.strip(), "hooked": os.environ.get("HOOKED"),
-    "cache": os.environ.get("TRITON_CACHE_DIR"), "mpl": os.environ.get("MPLCONFIGDIR")}) + "\\n")
-sys.stdout.flush()
-sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-"""
-
-
-@dataclass
-class Shared:
-    """A shared environment with small packages, and the local disk of a node."""
-
-    folder: Path
-    python: Path
-    disk: Path
-
-    @property
-    def packages(self) -> Path:
-        return next((self.folder / "env" / "lib").glob("python*")) / "site-packages"
-
-    @property
-    def root(self) -> Path:
-        return self.disk / f"ddpkit-stage-{os.geteuid()}"
-
-    @property
-    def copies(self) -> list[Path]:
-        return [path for path in self.root.iterdir() if path.is_dir()]
-
-    def words(self, *options: str, program: tuple[str, ...] = ()) -> list[str]:
-        program = program or (str(self.folder / "program.py"), sys.executable)
-        return [*LAUNCH, "--python", str(self.python), "--stage-dir", str(self.disk), *options, *program]
-
-    def launch(self, *options: str, status: int = 0, program: tuple[str, ...] = (),
-               **env: str) -> tuple[list[dict[str, str]], str]:
-        """What each rank printed, by rank, and all output."""
-        done = subprocess.run(self.words("-n", "2", "--independent", *options, program=program), text=True, timeout=120,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **env})
-        assert done.returncode == status, done.stdout
-        return self.ranks(done.stdout), done.stdout
-
-    @staticmethod
-    def ranks(output: str) -> list[dict[str, str]]:
-        found = [json.loads(text) for text in re.findall(r"rank (\{.*?\})", output)]
-        return sorted(found, key=lambda rank: rank["rank"])
-
-    def uses_copy(self, ranks: list[dict[str, str]]) -> bool:
-        return [Path(rank["heavy"]).is_relative_to(self.root) for rank in ranks] == [True] * 2
-
-    def uses_shared(self, ranks: list[dict[str, str]]) -> bool:
-        return [Path(rank["heavy"]).is_relative_to(self.packages) for rank in ranks] == [True] * 2
+from tests.launch.launchers import LAUNCH, ROOT
+from tests.launch.shared_packages import PROGRAM, Shared, assert_one_warning, make_shared
 
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Shared:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
-    made = Shared(tmp_path, tmp_path / "env" / "bin" / "python", tmp_path / "disk")
-    made.disk.mkdir()
-    for name in ("heavy", "torch"):
-        (made.packages / name).mkdir()
-        (made.packages / name / "__init__.py").write_text("VERSION = 1\n")
-    (made.packages / "link").symlink_to("heavy")
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "editable.py").write_text("")
-    (made.packages / "editable.pth").write_text(f"{tmp_path}/source\nimport os; os.environ['HOOKED'] = 'yes'\n")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    return made
+    return make_shared(tmp_path)
 
 
 def test_ranks_import_from_a_copy_that_the_next_launch_uses_again(shared: Shared) -> None:
@@ -160,6 +91,23 @@ def test_other_folders_are_staged_with_the_option(shared: Shared) -> None:
     assert ranks[0]["version"] == 5 and shared.uses_copy(ranks)
 
 
+@pytest.mark.parametrize("program", [
+    ["examples/01_ddp_minimal.py", "--epochs", "1", "--backend", "gloo"],
+    ["tests/launch/staged_program.py", "spawn", "forkserver", "workers-fork"]], ids=["example 01", "processes"])
+def test_a_training_has_the_same_bits_with_a_copy(program: list[str]) -> None:
+    """Of this environment. The copy is kept where --stage has it, for the next run of this test, too."""
+    def losses(*options: str) -> list[str]:
+        done = subprocess.run([*LAUNCH, "-n", "2", *options, *program], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                              stderr=subprocess.STDOUT, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0 and "not staged" not in done.stdout, done.stdout
+        found = dict.fromkeys(re.findall(r"torch of all its processes: (.*)", done.stdout))
+        assert all(("/ddpkit-stage-" in file) == (options == ("--stage",)) for file in found), done.stdout
+        return sorted(re.findall(r"^(?:rank \d .*)?(?:final )?loss:? .*$", done.stdout, re.MULTILINE))
+
+    shared = losses("--no-stage")
+    assert shared and losses("--stage") == shared
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_no_process_of_a_rank_opens_a_shared_package(shared: Shared, method: str, need: Callable[[str], Path]) -> None:
     if shutil.which("strace") is None:
@@ -190,11 +138,6 @@ def test_no_process_of_a_rank_opens_a_shared_package(shared: Shared, method: str
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
-
-
-def assert_one_warning(output: str, reason: str) -> None:
-    warnings = [line for line in output.splitlines() if "warning" in line]
-    assert len(warnings) == 1 and reason in warnings[0], output
 
 
 def test_a_folder_of_another_user_is_not_used(shared: Shared) -> None:
@@ -239,12 +182,75 @@ def test_a_half_written_copy_is_made_again(shared: Shared) -> None:
     assert shared.uses_copy(ranks) and shared.copies == [copy], output
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_restart_checks_the_copy_again(shared: Shared, lost: bool) -> None:
+    """It is not made again, unless it has lost files in the meantime; a line says so when it was made."""
+    (shared.packages / "heavy" / "part.py").write_text("")
+    (shared.folder / "fails.py").write_text(textwrap.dedent(f"""\
+        import json, os, sys
+        from heavy import part
+        if json.loads(os.environ["DDPKIT_RESTART"])["number"] == 0:
+            if {lost}:
+                os.unlink(part.__file__)
+            sys.exit(5)
+        print("imported", part.__file__)
+        """))
+    words = shared.words("-n", "1", "--independent", "--max-restarts", "1", program=(str(shared.folder / "fails.py"),))
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    assert done.returncode == 0 and f"imported {shared.root}" in done.stdout, done.stdout
+    assert done.stdout.count("made in") == 1 + lost, done.stdout
+
+
 def test_what_a_killed_process_left_of_another_copy_is_removed(shared: Shared) -> None:
     shared.launch()
     half = shared.root / "0123456789abcdef-half"
     (half / "lib").mkdir(parents=True)
     ranks, _ = shared.launch()
     assert shared.uses_copy(ranks) and not half.exists()
+
+
+def test_what_a_killed_process_left_of_this_copy_is_removed(shared: Shared) -> None:
+    """It has made the copy again, as files were lost, and was killed before it removed the old one."""
+    shared.launch()
+    lost = shared.root / f"{shared.copies[0].name}-abc-lost"
+    (lost / "lib").mkdir(parents=True)
+    ranks, _ = shared.launch()
+    assert shared.uses_copy(ranks) and not lost.exists()
+
+
+def test_what_a_killed_launch_left_of_archives_is_removed(shared: Shared) -> None:
+    shared.launch()
+    archives = shared.folder / "env" / ".ddpkit-stage"
+    archive, = archives.glob("*.tar")
+    archive.unlink()
+    halves = [archives / f".{key}-abc" for key in (archive.stem, "0" * 24, "1" * 24)]
+    for half in halves:
+        half.mkdir()
+        (half / "tar").write_text("half")
+    with (archives / f"{'1' * 24}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another launch still packs
+        ranks, _ = shared.launch()
+    assert shared.uses_copy(ranks) and [half.exists() for half in halves] == [False, False, True]
+
+
+def test_an_archive_that_was_sent_for_a_killed_launch_is_removed(shared: Shared) -> None:
+    old, young = (shared.disk / f"ddpkit-stage-{number:016x}.tar" for number in (1, 2))
+    for file in (old, young):
+        file.write_text("half")
+    os.utime(old, (time.time() - 7200,) * 2)
+    shared.launch()
+    assert not old.exists() and young.exists()
+
+
+def test_a_copy_that_a_launch_checks_is_not_removed(shared: Shared) -> None:
+    shared.launch()
+    checked, = shared.copies
+    os.utime(checked / ".ddpkit-complete", (0, 0))
+    (shared.packages / "heavy" / "__init__.py").write_text("VERSION = 22\n")
+    with (shared.root / f"{checked.name}.lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shared.launch()
+    assert checked in shared.copies and len(shared.copies) == 2
 
 
 def test_a_torn_archive_is_packed_again(shared: Shared) -> None:
@@ -421,196 +427,3 @@ def test_old_copies_are_removed_unless_a_rank_uses_them(shared: Shared) -> None:
     assert waits.wait(60) == 0
     make_another(3)
     assert used not in shared.copies and len(shared.copies) == 2
-
-
-# Several hosts --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own_disks(lab: Lab, shared: Shared) -> Iterator[Callable[[], dict[str, Path]]]:
-    """A local disk on each of the hosts, at the same path."""
-    for host in ("h1", "h2"):
-        subprocess.run([*lab.hosts.enter(host), "mount", "-t", "tmpfs", "tmpfs", str(shared.disk)], check=True)
-    yield lambda: {host: Path(f"/proc/{lab.hosts.pid(host)}/root{shared.root}") for host in ("h1", "h2")}
-    for host in ("h1", "h2"):
-        subprocess.run([*lab.hosts.enter(host), "umount", str(shared.disk)], check=True)
-
-
-@pytest.fixture
-def own_disks_in_slurm(slurm: SlurmCluster, shared: Shared) -> Iterator[dict[str, Path]]:
-    """As own_disks, on two nodes of Slurm."""
-    for node in ("node1", "node2"):
-        subprocess.run([*slurm.enter(node), "mount", "-t", "tmpfs", "tmpfs", str(shared.disk)], check=True)
-    yield {node: Path(f"/proc/{slurm.pid(node)}/root{shared.disk}") for node in ("node1", "node2")}
-    for node in ("node1", "node2"):
-        subprocess.run([*slurm.enter(node), "umount", "-l", str(shared.disk)], check=True)
-
-
-@pytest.mark.parametrize("sbcast", ["works", "fails"])
-def test_slurm_sends_the_archive_to_each_node(slurm: SlurmCluster, shared: Shared, sbcast: str,
-                                              own_disks_in_slurm: dict[str, Path]) -> None:
-    programs = shared.folder / "programs"
-    programs.mkdir()
-    if sbcast == "fails":
-        (programs / "sbcast").write_text("#!/bin/sh\necho sbcast: error: no >&2\nexit 1\n")
-        (programs / "sbcast").chmod(0o755)
-    line = shlex.join(shared.words("--independent"))
-    before = [f"cd {shared.folder}", f"export PATH={programs}:$PATH"]
-    done = slurm.batch("-N2 -n2 --ntasks-per-node=1", *before, line, line)
-    staged = [Path(rank["heavy"]).is_relative_to(shared.root) for rank in shared.ranks(done.output)]
-    assert staged == [True] * 4, done.output
-    expected = "has sent the archive to 2 nodes" if sbcast == "works" else "sbcast failed (sbcast: error: no)"
-    assert done.output.count(expected) == 1 and "warning" not in done.output, done.output
-    left = [sorted(path.name for path in disk.iterdir()) for disk in own_disks_in_slurm.values()]
-    assert left == [[shared.root.name]] * 2
-
-
-@pytest.mark.parametrize("by", ["ssh", "mpich5"])
-def test_each_host_has_a_copy(lab: Lab, shared: Shared, own_disks: Callable[[], dict[str, Path]], by: str) -> None:
-    launcher = "ssh" if by == "ssh" else str(lab.need("mpich"))
-    node_file = shared.folder / "nodes"
-    node_file.write_text("h1\nh2\n")
-    env = {"PATH": f"{lab.ssh.parent}:/usr/bin:/bin", "PBS_JOBID": "1.lab", "PBS_NODEFILE": str(node_file)}
-    words = ["env", "-C", str(shared.folder), *shared.words("--independent", "--launcher", launcher)]
-    done = lab.run("h1", words, env=env)
-    ranks = shared.ranks(done.output)
-    assert done.status == 0 and shared.uses_copy(ranks), done.output
-    keys = [[path.name for path in root.iterdir() if path.is_dir()] for root in own_disks().values()]
-    assert keys[0] == keys[1] and len(keys[0]) == 1
-
-    root = own_disks()["h2"]
-    shutil.rmtree(root)
-    root.write_text("")  # nothing can be made there
-    done = lab.run("h1", words, env=env)
-    ranks = shared.ranks(done.output)
-    assert Path(ranks[0]["heavy"]).is_relative_to(shared.root), done.output
-    assert Path(ranks[1]["heavy"]).is_relative_to(shared.packages), done.output
-    assert_one_warning(done.output, "on h2 the packages are not staged")
-
-
-@pytest.fixture
-def by_mpi(lab: Lab, shared: Shared, own_disks: Callable[[], dict[str, Path]]) -> Callable[..., tuple[list[bool], str]]:
-    """Launch on h1 and h2, as in a job of PBS, with an mpiexec and mpi4py; whether each rank uses a copy, and output.
-
-    In the end each disk holds the copies only, and no process is left.
-    """
-    (shared.folder / "nodes").write_text("h1\nh2\n")
-
-    def launch(by: str, **env: str) -> tuple[list[bool], str]:
-        mpi = lab.mpi4py(by) if by else {}
-        programs = [str(lab.need(MPIS[by][0]).parent)] if by else []
-        env = {"PATH": ":".join([*programs, str(lab.ssh.parent), "/usr/bin:/bin"]), "PBS_JOBID": "1.lab",
-               "PBS_NODEFILE": str(shared.folder / "nodes"), **mpi, **env}
-        done = lab.run("h1", ["env", "-C", str(shared.folder), *shared.words("--independent")], env=env)
-        assert done.status == 0, done.output
-        for root in own_disks().values():
-            assert [path.name for path in root.parent.iterdir()] == [shared.root.name]
-        mine = f"broadcast import main.*{shared.disk}/"
-        left = subprocess.run(["pgrep", "-f", mine], capture_output=True, text=True).stdout
-        assert not left
-        return [Path(rank["heavy"]).is_relative_to(shared.root) for rank in shared.ranks(done.output)], done.output
-
-    return launch
-
-
-@pytest.mark.parametrize("by", ["mpich5", "openmpi5", "intel"])
-def test_mpi_sends_the_archive_to_each_host(by_mpi: Callable[..., tuple[list[bool], str]], by: str) -> None:
-    staged, output = by_mpi(by)
-    assert staged == [True] * 2 and "MPI has sent the archive to 2 nodes" in output, output
-    assert "not written" not in output and "warning" not in output, output
-    staged, output = by_mpi(by)
-    assert staged == [True] * 2 and "staging" not in output, output
-
-
-@pytest.mark.usefixtures("own_disks")
-@pytest.mark.parametrize("by", ["mpich5", "openmpi5", "intel"])
-def test_mpi_changes_no_byte_of_the_archive(lab: Lab, shared: Shared, by: str) -> None:
-    """h2 passes on what h1 reads; h3 has the disk of this machine."""
-    archive = shared.folder / "archive"
-    archive.write_bytes(os.urandom((30 << 20) + 7))
-    order = {"archive": ("key", str(archive), archive.stat().st_size, 1, ""), "target": str(shared.disk / "target"),
-             "stage_dir": str(shared.disk), "hosts": 3, "seconds": 60}
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from utils.tools.staging.broadcast import main; main({order})"
-    env = {**lab.mpi4py(by), "I_MPI_PERHOST": "1"}
-    done = lab.mpi(by, "h1 h2 h3", [sys.executable, "-c", code], env=env)
-    assert done.status == 0 and not done.output, done.output
-    for received in (Path(f"/proc/{lab.hosts.pid('h2')}/root{shared.disk}/target"), shared.disk / "target"):
-        assert received.read_bytes() == archive.read_bytes()
-        assert stat.S_IMODE(received.stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize("by", ["mpich5", "openmpi5", "intel"])
-def test_a_host_without_mpi4py(lab: Lab, by_mpi: Callable[..., tuple[list[bool], str]], by: str) -> None:
-    """It ends at once, while the other waits for it in MPI."""
-    folder = str(lab.need("mpi4py"))
-    subprocess.run([*lab.hosts.enter("h2"), "mount", "-t", "tmpfs", "tmpfs", folder], check=True)
-    try:
-        start = time.monotonic()
-        staged, output = by_mpi(by)
-        assert time.monotonic() - start < 30
-    finally:
-        subprocess.run([*lab.hosts.enter("h2"), "umount", folder], check=True)
-    assert staged == [True] * 2 and "warning" not in output, output
-    assert "MPI broadcast failed (h2: ModuleNotFoundError: No module named 'mpi4py'). Each node reads" in output, output
-
-
-def test_a_host_without_room_for_the_archive(lab: Lab, shared: Shared, by_mpi: Callable[..., tuple[list[bool], str]],
-                                             own_disks: Callable[[], dict[str, Path]]) -> None:
-    """There is room for the copy, which it makes of the shared archive."""
-    (shared.packages / "heavy" / "data").write_bytes(bytes(100 << 20))
-    subprocess.run([*lab.hosts.enter("h2"), "mount", "-o", "remount,size=200m", str(shared.disk)], check=True)
-    staged, output = by_mpi("mpich5")
-    assert staged == [True] * 2 and "sent the archive to 2 nodes" in output and "warning" not in output, output
-    assert "not written on h2: no room for the archive" in output, output
-
-
-@pytest.mark.parametrize(("by", "mpiexec", "expected"), [
-    ("mpich5", "", "MPI has 1 processes instead of 2"),  # as with mpi4py of another MPI
-    ("mpich5", 'echo "mpiexec: no" >&2; exit 3', "MPI broadcast failed ("),
-    ("", "", None)])  # no mpi4py: nothing is tried
-def test_where_mpi_cannot_send_each_host_reads(lab: Lab, shared: Shared, by_mpi: Callable[..., tuple[list[bool], str]],
-                                               by: str, mpiexec: str, expected: str | None) -> None:
-    env = {} if mpiexec else {"MPI4PY_LIBMPI": "libmpi.so.40"}
-    if mpiexec:
-        script = shared.folder / "mpiexec"
-        script.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo "HYDRA build details"; exit; fi\n{mpiexec}\n')
-        script.chmod(0o755)
-        env["PATH"] = f"{shared.folder}:{lab.ssh.parent}:/usr/bin:/bin"
-    staged, output = by_mpi(by, **env)
-    assert staged == [True] * 2 and "warning" not in output, output
-    assert (expected in output) if expected else "MPI" not in output, output
-    assert "staging: MPI" not in output
-
-
-def stage_with(words: list[str], shared: Shared, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Call distribute.stage() with these words in place of the launch by mpiexec."""
-    (shared.packages / "mpi4py.py").write_text("")
-    monkeypatch.setattr(distribute, "MPI_SECONDS", 1.0)
-    return distribute.stage(str(shared.python), ["h1", "h2"], "h1", {}, spares=0, one_per_host=words,
-                            stage_dir=str(shared.disk), also=[], note=notes.append)
-
-
-@pytest.mark.parametrize("ignored", ["", "trap '' TERM; "])
-def test_a_broadcast_that_takes_too_long_is_ended(shared: Shared, ignored: str,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distribute, "END_SECONDS", 0.5)
-    notes: list[str] = []
-    flag = shared.folder / "pid"
-    words = ["sh", "-c", f"{ignored}echo $$ > {flag}; while sleep 0.1; do :; done"]
-    starter = stage_with(words, shared, notes, monkeypatch)
-    assert starter and "MPI broadcast failed (it took too long). Each node reads" in notes[-1]
-    assert not Path(f"/proc/{flag.read_text().strip()}").exists()
-
-
-def test_a_broadcast_that_cannot_start(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    assert stage_with([str(shared.folder / "none")], shared, notes, monkeypatch)
-    assert "MPI broadcast failed" in notes[-1]
-
-
-def test_slurm_has_no_broadcast_by_mpi(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    (shared.packages / "mpi4py.py").write_text("")
-    notes: list[str] = []
-    assert distribute.stage(str(shared.python), ["h1", "h2"], "h1", {"SLURM_JOB_ID": "1"}, spares=0,
-                            one_per_host=["false"], stage_dir=str(shared.disk), also=[], note=notes.append)
-    assert not [text for text in notes if "MPI" in text]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+RECEIVED = "ddpkit-stage-{}.tar"  # an archive that was sent to a node
+
 
 class StagingError(Exception):
     """The packages cannot be staged; the message has what was found and what to do."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import io
 import json
@@ -50,8 +51,10 @@ def get_archive(environment: Environment, note: Callable[[str], None]) -> Archiv
     for folder in folders:
         try:
             os.makedirs(folder, mode=0o755, exist_ok=True)
-            with _locked(os.path.join(folder, f"{key}.lock")), cleanup_at_signals():
+            with _locked(folder, key) as locked, cleanup_at_signals():
                 kept = _kept(folder, key, owners)  # packed by another launch meanwhile
+                if kept is None and locked:
+                    _remove_halves(folder, key)
                 return kept or _pack(environment, key, folder, note)
         except OSError as error:
             problem = f"{folder} cannot hold the archive ({error.strerror or error})"
@@ -83,12 +86,18 @@ def _kept(folder: str, key: str, owners: set[int]) -> Archive | None:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Hold a lock, where the file system has locks: without, each launch packs for itself."""
-    with open(path, "w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _locked(folder: str, key: str, *, wait: bool = True) -> Iterator[bool]:
+    """Lock an archive; yield whether it is locked.
+
+    Not all file systems have locks: without them, each launch packs for itself.
+    """
+    with open(os.path.join(folder, f"{key}.lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except OSError:
+            locked = False
+        yield locked
 
 
 @contextlib.contextmanager
@@ -168,8 +177,20 @@ def _add(tar: tarfile.TarFile, member: Member) -> tarfile.TarInfo:
     return info
 
 
+def _remove_halves(folder: str, key: str) -> None:
+    """Remove what killed launches have left of archives. key: of the one that this one has locked.
+
+    A launch that still packs has its lock.
+    """
+    for path in glob.glob(f"{glob.escape(folder)}/.*-*/"):
+        other = os.path.basename(path[:-1])[1:].partition("-")[0]
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            if other == key or stack.enter_context(_locked(folder, other, wait=False)):
+                shutil.rmtree(path)
+
+
 def _remove_old(folder: str) -> None:
-    """Remove archives that no launch has used for a while, and what killed ones have left."""
+    """Remove archives that no launch has used for a while."""
     oldest = time.time() - _OLD_SECONDS
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from ...job import exclude_file
 from ...launch_report import FAILURE_FILE
 from ..interpreter import import_path
-from . import Archive, StagingError
+from . import RECEIVED, Archive, StagingError
 from .archive import cleanup_at_signals, get_archive
 from .broadcast import FAILED, NOT_WRITTEN
 from .node_copy import candidates, is_kept
@@ -60,7 +60,7 @@ def stage(
     folders = candidates(stage_dir, environ)
     # Later jobs find copies on most nodes; a node without one reads the archive itself.
     if len(hosts) > 1 and (own_host not in hosts or not is_kept(archive.key, folders)):
-        target = os.path.join(folders[0], f"ddpkit-stage-{os.urandom(8).hex()}.tar")
+        target = os.path.join(folders[0], RECEIVED.format(os.urandom(8).hex()))
         if environ.get("SLURM_JOB_ID"):
             received = _send_by_sbcast(archive, target, len(hosts) + spares, environ, note)
         elif mpi4py := next(filter(_has_mpi4py, dict.fromkeys((python, sys.executable))), ""):

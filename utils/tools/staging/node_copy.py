@@ -29,9 +29,9 @@ class Prepared(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a launch has found about a copy, for its other ranks on the node."""
+    """What the first rank of a start has found about a copy, for the others on the node."""
 
-    launch: str = ""
+    start: str = ""
     problem: str = ""
     made_in: float = 0.0
 
@@ -48,38 +48,39 @@ def is_kept(key: str, folders: Sequence[str]) -> bool:
     return any(os.path.exists(os.path.join(_name(each), key, MARKER)) for each in folders)
 
 
-def prepare(archive: Archive, source: str, folders: Sequence[str], launch: str) -> Prepared:
+def prepare(archive: Archive, source: str, folders: Sequence[str], start: str) -> Prepared:
     """Return the copy on this node; make it where there is none. Raises StagingError.
 
-    The first rank of a launch checks or makes it, the others wait for the result. This process, and
+    The first rank of a start checks or makes it, the others wait for the result. This process, and
     the program that it becomes, keep the copy from being removed.
 
-    source: the archive on this node, or "" for archive.path. launch: its id.
+    source: the archive on this node, or "" for archive.path. start: an id of this start of the
+    ranks; a launch that restarts them checks the copy again.
     """
     problems = []
     for folder in folders:
         try:
             root = _open_root(folder)
             with _locked(os.path.join(root, f"{archive.key}.lock")) as state:
-                return _prepare_in(root, archive, source, launch, state)
+                return _prepare_in(root, archive, source, start, state)
         except (OSError, StagingError) as error:
             problems.append(f"{folder}: {getattr(error, 'strerror', None) or error}")
     raise StagingError("; ".join(problems))
 
 
-def _prepare_in(root: str, archive: Archive, source: str, launch: str, state: int) -> Prepared:
+def _prepare_in(root: str, archive: Archive, source: str, start: str, state: int) -> Prepared:
     """Check or make the copy, under its lock. state: the file that is locked."""
     copy = os.path.join(root, archive.key)
     known = _read_state(state)
-    if known.launch != launch:
-        known = _State(launch)
+    if known.start != start:
+        known = _State(start)
         try:
             if not is_complete(copy):
-                start = time.monotonic()
+                began = time.monotonic()
                 from .unpack import make
 
                 make(root, copy, archive, source)
-                known = known._replace(made_in=time.monotonic() - start)
+                known = known._replace(made_in=time.monotonic() - began)
             os.utime(os.path.join(copy, MARKER))
         except (OSError, StagingError) as error:
             known = known._replace(problem=getattr(error, "strerror", None) or str(error))
@@ -117,17 +118,23 @@ def _open_root(folder: str) -> str:
 
 @contextmanager
 def _locked(path: str) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    """Hold a lock. A process that removes the copy removes the file of the lock, too."""
+    is_locked = False
+    while not is_locked:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                is_locked = os.path.samestat(os.fstat(descriptor), os.lstat(path))
+            if is_locked:
+                yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 def _read_state(descriptor: int) -> _State:
     try:
-        launch, problem, made_in = os.pread(descriptor, 1 << 16, 0).decode().split("\0")
-        return _State(launch, problem, float(made_in))
+        start, problem, made_in = os.pread(descriptor, 1 << 16, 0).decode().split("\0")
+        return _State(start, problem, float(made_in))
     except ValueError:
         return _State()

@@ -6,7 +6,8 @@ import fcntl
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 from . import Archive, StagingError
 from .marker import MARKER
@@ -35,9 +36,13 @@ def make_room(root: str, archive: Archive) -> None:
 
 
 def remove_old(root: str, copy: str) -> None:
-    """Remove copies that were not used for long, then the oldest beyond their share of the disk."""
-    _remove_halves(root)
-    others = _others(root, os.path.basename(copy))
+    """Remove copies that were not used for long, then the oldest beyond their share of the disk.
+
+    copy: the one that this process has locked.
+    """
+    own = os.path.basename(copy)
+    _remove_halves(root, own)
+    others = _others(root, own)
     for used, key in list(others):
         if used < time.time() - _OLD_SECONDS:
             _remove(root, key)
@@ -61,30 +66,34 @@ def _others(root: str, key: str) -> list[tuple[float, str]]:
     return sorted(found)
 
 
-def _remove_halves(root: str) -> None:
+def _remove_halves(root: str, own: str) -> None:
     """Remove what a killed process has left of a copy that it made or removed."""
     for name in os.listdir(root):
         key, hyphen, _ = name.partition("-")
         if not hyphen:
             continue
-        with suppress(OSError):
-            lock = os.open(os.path.join(root, f"{key}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
-            finally:
-                os.close(lock)
+        with suppress(OSError), ExitStack() as stack:
+            if key != own:
+                stack.enter_context(_locked_at_once(root, f"{key}.lock"))
+            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
 
 
 def _remove(root: str, key: str) -> None:
-    """Remove a copy that no rank uses."""
-    with suppress(OSError):
-        used = os.open(os.path.join(root, f"{key}.used"), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.rename(os.path.join(root, key), os.path.join(root, f"{key}-removed"))
-            shutil.rmtree(os.path.join(root, f"{key}-removed"), ignore_errors=True)
-            for end in ("used", "lock"):
-                os.unlink(os.path.join(root, f"{key}.{end}"))
-        finally:
-            os.close(used)
+    """Remove a copy that no rank uses, and none is about to."""
+    names = (f"{key}.lock", f"{key}.used")
+    with suppress(OSError), _locked_at_once(root, names[0]), _locked_at_once(root, names[1]):
+        os.rename(os.path.join(root, key), os.path.join(root, f"{key}-removed"))
+        shutil.rmtree(os.path.join(root, f"{key}-removed"), ignore_errors=True)
+        for name in names:
+            os.unlink(os.path.join(root, name))
+
+
+@contextmanager
+def _locked_at_once(root: str, name: str) -> Iterator[None]:
+    """Hold a lock. OSError where another process has it."""
+    descriptor = os.open(os.path.join(root, name), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)

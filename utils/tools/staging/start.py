@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ... import restart_notice
 from ...effects import STAGED
 from . import Archive, StagingError
 from .marker import moved_folders
@@ -39,10 +40,10 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
     if order["stage_dir"]:
         with suppress(OSError):  # prepare() has the reason
             os.makedirs(folders[0], exist_ok=True)
+    notice = restart_notice.read()
+    start = f"{order['launch']}-{notice.number if notice else 0}"
     try:
-        copy = prepare(
-            archive, _received(order["received"], archive.size), folders, order["launch"]
-        )
+        copy = prepare(archive, _received(order["received"], archive.size), folders, start)
         words = use(copy.path, archive, python, words, os.environ)
         if os.environ.get("RANK", "0") == "0" and copy.made_in:
             _print(f"staging: {copy.path} made in {copy.made_in:.1f} s on {os.uname().nodename}")

@@ -10,15 +10,17 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from . import Archive, StagingError
+from . import RECEIVED, Archive, StagingError
 from .archive import CHUNK_BYTES, cleanup_at_signals, line_of
 from .marker import moved_folders, write_marker
 from .room import make_room
 
 _START_SECONDS = 60.0
+_OLD_SECONDS = 3600.0  # a launch reads an archive as soon as it was sent
 
 
 def make(root: str, copy: str, archive: Archive, source: str) -> None:
@@ -34,6 +36,7 @@ def _make(root: str, copy: str, archive: Archive, source: str) -> None:
     for name in os.listdir(root):  # left by a process that was killed; the lock is ours
         if name.startswith(f"{archive.key}-"):
             shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+    _remove_received(os.path.dirname(root))
     with open(source or archive.path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != archive.size:
@@ -52,6 +55,16 @@ def _make(root: str, copy: str, archive: Archive, source: str) -> None:
             raise
         shutil.rmtree(f"{temporary}-lost", ignore_errors=True)
     _check_start(copy)
+
+
+def _remove_received(folder: str) -> None:
+    """Remove archives that were sent to this node for launches that were killed before."""
+    oldest = time.time() - _OLD_SECONDS
+    for path in glob.glob(f"{glob.escape(folder)}/{RECEIVED.format('*')}"):
+        with suppress(OSError):
+            status = os.lstat(path)
+            if status.st_uid == os.geteuid() and status.st_mtime < oldest:
+                os.unlink(path)
 
 
 def _unpack(descriptor: int, folder: str, archive: Archive) -> None:
