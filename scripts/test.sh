@@ -69,6 +69,7 @@ case "${1-}" in
 esac
 cd "$root"
 unset PYTHONPATH PYTHONHOME # the tests choose what is importable, mpi4py above all
+unset PYTHONDONTWRITEBYTECODE # a thousand processes would compile the same files
 
 # --- programs of the system: a file that shows that the package is there, the package, what it is for
 system_programs() {
