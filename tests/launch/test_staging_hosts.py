@@ -86,6 +86,30 @@ def test_each_host_has_a_copy(lab: Lab, shared: Shared, own_disks: Callable[[], 
     assert_one_warning(done.output, "on h2 the packages are not staged")
 
 
+def test_a_spare_host_of_slurm_has_a_copy_too(slurm: SlurmCluster, shared: Shared,
+                                              own_disks_in_slurm: dict[str, Path]) -> None:
+    """Made while the ranks run, so that a restart there need not wait for it; no archive is left."""
+    line = shlex.join(shared.words("--spare", "1", program=("sleep", "8")))
+    done = slurm.batch("-N2 -n2 --ntasks-per-node=1 --no-kill", f"cd {shared.folder}", line)
+    assert "has sent the archive to 2 nodes" in done.output, done.output
+    left = [sorted(path.name for path in disk.iterdir()) for disk in own_disks_in_slurm.values()]
+    assert left == [[shared.root.name]] * 2
+    copies = [[path.name for path in (disk / shared.root.name).iterdir() if path.is_dir()]
+              for disk in own_disks_in_slurm.values()]
+    assert len(copies[0]) == 1 and copies[0] == copies[1]
+
+
+def test_a_spare_host_has_a_copy_too(lab: Lab, shared: Shared, own_disks: Callable[[], dict[str, Path]]) -> None:
+    node_file = shared.folder / "nodes"
+    node_file.write_text("h1\nh2\n")
+    env = {"PATH": f"{lab.ssh.parent}:/usr/bin:/bin", "PBS_JOBID": "1.lab", "PBS_NODEFILE": str(node_file)}
+    words = shared.words("--launcher", "ssh", "--spare", "1", program=("sleep", "8"))
+    done = lab.run("h1", ["env", "-C", str(shared.folder), *words], env=env)
+    assert done.status == 0, done.output
+    copies = [[path.name for path in root.iterdir() if path.is_dir()] for root in own_disks().values()]
+    assert len(copies[0]) == 1 and copies[0] == copies[1]
+
+
 @pytest.fixture
 def by_mpi(lab: Lab, shared: Shared, own_disks: Callable[[], dict[str, Path]]) -> Callable[..., tuple[list[bool], str]]:
     """Launch on h1 and h2, as in a job of PBS, with an mpiexec and mpi4py; whether each rank uses a copy, and output.

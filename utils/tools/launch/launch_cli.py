@@ -11,7 +11,8 @@ import socket
 import stat
 import sys
 import termios
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 from ...effects import HANG_TIMEOUT
 from ...host.gpus import count_gpus, gpu_vendor
@@ -186,37 +187,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_status(lines[0])
         if len(lines) > 1:
             print_status(f"and {len(lines) - 1} more like this; --dry-run shows all")
-    starter = _stage(args, plan) if args.stage else ()
     try:
-        return run(
-            plan._replace(starter=starter), lambda hosts: replan(hosts)._replace(starter=starter)
-        )
+        with _stage(args, plan) if args.stage else nullcontext(()) as starter:
+            return run(
+                plan._replace(starter=starter),
+                lambda hosts: replan(hosts)._replace(starter=starter),
+            )
     except LaunchError as error:  # it cannot listen
         Failure(str(error), "launch").write()
         print_error(str(error))
         return 2
 
 
-def _stage(args: argparse.Namespace, plan: Plan) -> tuple[str, ...]:
-    """Distribute the packages; return the words before those of each rank."""
+@contextmanager
+def _stage(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Distribute the packages; the value is the words before those of each rank."""
     from ..staging import distribute  # every launch would notice the time to load it
+
+    def one_per_host(hosts: Sequence[str], *options: str) -> list[str]:
+        options += ("--nodelist", ",".join(hosts), "--ntasks-per-node", "1", "--independent")
+        return module_command(sys.executable, "launch_cli", [*options, "--no-stage"])
 
     # A program that uses MPI itself has to be a child of an mpiexec, not of an agent.
     mpiexec = plan.method.path if isinstance(plan.method, MpiexecMethod) else MpiexecMethod.name
-    options = ["--launcher", mpiexec, "--nodelist", ",".join(plan.hosts), "--ntasks-per-node", "1"]
-    options += ["--independent", "--no-stage"]
     starter = distribute.stage(
         plan.python,
         plan.hosts,
         plan.host,
         plan.environ,
         spares=len(plan.spares),
-        one_per_host=module_command(sys.executable, "launch_cli", options),
+        one_per_host=one_per_host(plan.hosts, "--launcher", mpiexec),
         stage_dir=args.stage_dir or "",
         also=args.stage_also,
         note=print_status,
     )
-    return tuple(starter)
+    with (
+        distribute.on_spares(one_per_host(plan.spares), starter)
+        if starter and plan.spares
+        else nullcontext()
+    ):
+        yield tuple(starter)
 
 
 def _set_staging(args: argparse.Namespace) -> None:

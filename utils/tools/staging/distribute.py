@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from ...job import exclude_file
 from ...launch_report import FAILURE_FILE
@@ -26,7 +26,7 @@ MPI_SECONDS = 60.0  # to start a process on each node; and for the archive:
 _SLOW_BYTES_PER_SECOND = 25e6
 END_SECONDS = 10.0
 _SHOWN = 8  # nodes in a message
-_NOT_FOR_MPI = (FAILURE_FILE, exclude_file.VARIABLE)  # its failure is not that of the ranks
+_NOT_OF_RANKS = (FAILURE_FILE, exclude_file.VARIABLE)  # its failure is not that of the ranks
 
 
 def stage(
@@ -59,11 +59,14 @@ def stage(
     received = ""
     folders = candidates(stage_dir, environ)
     # Later jobs find copies on most nodes; a node without one reads the archive itself.
-    if len(hosts) > 1 and (own_host not in hosts or not is_kept(archive.key, folders)):
+    all_hosts = len(hosts) + spares
+    if all_hosts > 1 and (own_host not in hosts or not is_kept(archive.key, folders)):
         target = os.path.join(folders[0], RECEIVED.format(os.urandom(8).hex()))
         if environ.get("SLURM_JOB_ID"):
-            received = _send_by_sbcast(archive, target, len(hosts) + spares, environ, note)
-        elif mpi4py := next(filter(_has_mpi4py, dict.fromkeys((python, sys.executable))), ""):
+            received = _send_by_sbcast(archive, target, all_hosts, note)
+        elif len(hosts) > 1 and (
+            mpi4py := next(filter(_has_mpi4py, dict.fromkeys((python, sys.executable))), "")
+        ):
             words = [*one_per_host, "--python", mpi4py, "--", "python", "-c"]
             _send_by_mpi(archive, target, len(hosts), stage_dir, words, note)
             received = target  # what a node has of it
@@ -77,6 +80,26 @@ def stage(
     }
     code = _code(f"start import main; sys.exit(main({order!a}, sys.argv[1:]))")
     return [python, "-I", "-S", "-c", code]
+
+
+@contextmanager
+def on_spares(words: Sequence[str], starter: Sequence[str]) -> Iterator[None]:
+    """Make the copy on spare hosts, too, meanwhile: a restart then has it at once.
+
+    words: start a program on each of them; starter: of stage().
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in _NOT_OF_RANKS}
+    process = subprocess.Popen(
+        [*words, "--", *starter, "true"],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        _end(process)
 
 
 def _code(what: str) -> str:
@@ -113,7 +136,7 @@ def _send_by_mpi(
         "hosts": hosts,
         "seconds": seconds,
     }
-    environ = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_MPI}
+    environ = {name: value for name, value in os.environ.items() if name not in _NOT_OF_RANKS}
     words = [*words, _code(f"broadcast import main; main({order!a})")]
     try:
         with (
@@ -173,20 +196,21 @@ def _send_by_sbcast(
     archive: Archive,
     target: str,
     hosts: int,
-    environ: Mapping[str, str],
     note: Callable[[str], None],
 ) -> str:
     """Send the archive to all nodes of a Slurm job; return its path there, or "".
 
-    Slurm sends to every node of a job: those without ranks would keep the file.
+    Slurm sends to every node of a job: those of no launch would keep the file.
     """
-    program = shutil.which("sbcast", path=environ.get("PATH"))
-    if program is None or environ.get("SLURM_JOB_NUM_NODES") != str(hosts):
+    program = shutil.which("sbcast")
+    if program is None or os.environ.get("SLURM_JOB_NUM_NODES") != str(hosts):
         return ""
     start = time.monotonic()
-    words = [program, "--force", archive.path, target]
+    # Each block reaches all before the next one is sent, in FANOUT * log(hosts) / log(FANOUT) times
+    # that of one link, which is least for 3. Slurm's default is 8 or more.
+    words = [program, "--force", "--fanout=3", archive.path, target]
     try:
-        done = subprocess.run(words, env=dict(environ), capture_output=True, text=True)
+        done = subprocess.run(words, capture_output=True, text=True)
         problem = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     except OSError as error:
         done, problem = None, str(error)
