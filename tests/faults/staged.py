@@ -5,11 +5,12 @@ python tests/faults/staged.py --kills 40
 
 Two ranks, gloo. Each training runs without --stage and with a kept copy. Its ranks print a hash of all parameters
 after each step, or their losses with all digits. Prints a table: script, steps that were compared, whether all are
-identical. --nanogpt: the folder of a clone, whose train.py runs as it is. --lightning: the Python of an environment
-with Lightning. --trace: strace follows each process of the launch with --stage; the column "opened" has how many files
-below the shared packages the ranks, and what they started, have opened, then how many files in all.
+identical. --nanogpt: the folder of a clone, whose train.py runs as it is, on each rank alone: with DDP it needs CUDA.
+--lightning: the Python of an environment with Lightning. --trace: strace follows each process of the launch with
+--stage; the column "opened" has how many files below the shared packages the ranks, and what they started, have opened,
+then how many files in all.
 
---kills: launches with --stage are killed 0.2 to 15 s after their start: the launch alone, all its processes at once, or
+--kills: launches with --stage are killed 0.2 to 15 s after they start: the launch alone, all its processes at once, or
 by SIGTERM. Before every second one the kept copy is removed, and before some the archive, too. After each kill, no
 process may be left; the next launch has to work from a copy, and to leave no file but the kept copy and the archive.
 Exit status 0 if all is right.
@@ -49,7 +50,7 @@ SCRIPTS = {
 }
 NANOGPT = ["--device=cpu", "--backend=gloo", "--compile=False", "--dtype=float32", "--dataset=text", "--n_layer=2",
            "--n_head=2", "--n_embd=64", "--block_size=32", "--batch_size=4", "--gradient_accumulation_steps=4",
-           "--max_iters=6", "--eval_iters=2", "--eval_interval=3", "--log_interval=1", "--out_dir=FOLDER"]
+           "--max_iters=6", "--eval_iters=2", "--eval_interval=100", "--log_interval=1", "--out_dir=FOLDER"]
 LIGHTNING = """\
 import lightning, torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -71,12 +72,14 @@ lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, lo
 SECONDS = 600.0
 
 
-def watch(script: str, arguments: list[str]) -> None:
-    """Run a script; print a hash of the parameters after each step of an optimizer."""
+def watch(script: str, arguments: list[str], *, alone: bool) -> None:
+    """Run a script; print a hash of the parameters after each step of an optimizer. alone: not as a rank."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    steps = 0
+    steps, rank = 0, os.environ["RANK"]
+    if alone:
+        del os.environ["RANK"]
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         nonlocal steps
@@ -85,7 +88,8 @@ def watch(script: str, arguments: list[str]) -> None:
             for parameter in group["params"]:
                 local = getattr(parameter, "to_local", lambda value=parameter: value)()
                 digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        print(f"rank {os.environ['RANK']} step {steps} {digest.hexdigest()}", flush=True)
+        sys.stdout.write(f"rank {rank} step {steps} {digest.hexdigest()}\n")  # at once: print() would write twice
+        sys.stdout.flush()
 
     register_optimizer_step_post_hook(after_step)
     sys.argv = [script, *arguments]
@@ -94,8 +98,8 @@ def watch(script: str, arguments: list[str]) -> None:
 
 
 def compared(output: str) -> list[str]:
-    """Return the lines that have to be the same with and without --stage."""
-    return sorted(re.findall(r"^rank \d+ (?:step \d+ [0-9a-f]{64}|\S+ loss \S+)$", output, re.MULTILINE))
+    """Return what has to be the same with and without --stage. A rank may print it within a line of another."""
+    return sorted(re.findall(r"rank \d+ (?:step \d+ [0-9a-f]{64}|\S+ loss \S+)", output))
 
 
 def packages_of(python: str) -> str:
@@ -106,27 +110,25 @@ def packages_of(python: str) -> str:
 def opened_files(trace: Path, packages: str, root: str) -> tuple[set[str], int]:
     """Return which files below the shared packages the ranks have opened, and how many files they have opened.
 
-    A process belongs to the ranks from when it, or one that started it, has become the Python of the copy. A link in
-    the copy that leads to a shared file counts as one.
+    The ranks are the processes that have become the Python of the copy, and all that these have started. strace shows
+    to which file a descriptor leads: not to a link.
     """
-    ranks: set[str] = set()
-    shared: set[str] = set()
-    count = 0
-    for line in trace.read_text(errors="replace").splitlines():
-        found = re.match(r"(\d+) +(.*)", line)
-        if found is None:
-            continue
-        pid, call = found.groups()
-        started = re.search(r"(?:clone|clone3|fork|vfork)(?:\(.*| resumed>.*)= (\d+)$", call)
-        if started and pid in ranks:
-            ranks.add(started[1])
-        elif call.startswith(f'execve("{root}'):
-            ranks.add(pid)
-        path = re.match(r'(?:open\(|openat\(AT_FDCWD, |openat\(\d+, )"([^"]+)"', call)
-        if path and pid in ranks and " = -1 " not in call:
+    lines = [line.partition(" ") for line in trace.read_text(errors="replace").splitlines()]
+    ranks, is_rank = {pid for pid, _, call in lines if f'execve("{root}' in call}, set()
+    started = [(pid, found[1]) for pid, _, call in lines
+               if (found := re.search(r"(?:clone|clone3|fork|vfork)(?:\(.*| resumed>.*)= (\d+)$", call))]
+    while new := {child for parent, child in started if parent in ranks} - ranks:
+        ranks |= new
+        is_rank |= new  # from its first line, which may be there before that of its start
+    shared, count = set(), 0
+    for pid, _, call in lines:
+        if f'execve("{root}' in call:
+            is_rank.add(pid)
+        opened = re.search(r"open(?:at)?(?:\(.*| resumed>.*)= \d+<(.*)>$", call)
+        if opened and pid in is_rank:
             count += 1
-            if os.path.realpath(path[1]).startswith(f"{packages}/"):
-                shared.add(path[1])
+            if opened[1].startswith(f"{packages}/"):
+                shared.add(opened[1])
     return shared, count
 
 
@@ -141,7 +143,8 @@ class Trainings:
             work = folder / "nanogpt"
             shutil.copytree(args.nanogpt, work, ignore=shutil.ignore_patterns(".git", "assets", "*.ipynb"))
             self.write_data(work / "data" / "text")
-            self.scripts["nanoGPT"] = (sys.executable, [*WATCH, str(work / "train.py"), *NANOGPT], work)
+            words = [WATCH[0], "--watch-alone", str(work / "train.py"), *NANOGPT]
+            self.scripts["nanoGPT"] = (sys.executable, words, work)
         if args.lightning:
             (folder / "train.py").write_text(LIGHTNING)
             self.scripts["Lightning"] = (args.lightning, [*WATCH, str(folder / "train.py")], folder)
@@ -164,7 +167,7 @@ class Trainings:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": f"{output}/inductor"}
         options = ["--stage", "--stage-dir", str(self.disk)] if stage else ["--no-stage"]
         calls = "trace=open,openat,execve,clone,clone3,fork,vfork"
-        strace = ["strace", "-f", "--seccomp-bpf", "-qq", "-e", calls, "-o", str(trace)] if trace else []
+        strace = ["strace", "-f", "--seccomp-bpf", "-y", "-qq", "-e", calls, "-o", str(trace)] if trace else []
         done = subprocess.run([*strace, *LAUNCH, "--python", python, *options, *words], cwd=work, env=environ,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
         if done.returncode or "warning: the packages" in done.stdout or "are not staged" in done.stdout:
@@ -234,7 +237,7 @@ def kill_launches(folder: Path, kills: int) -> int:
                 shutil.rmtree(archives, ignore_errors=True)
                 removed = "copy and archive"
         how = random.choice(("launch", "all", "SIGTERM"))
-        at = math.exp(random.uniform(math.log(0.2), math.log(15)))
+        at = math.exp(random.uniform(math.log(0.2), math.log(4 if "archive" in removed else 15)))  # packing is short
         mark = f"STAGED_KILL={folder.name}-{number}"
         environ = {**os.environ, "STAGED_KILL": mark.partition("=")[2], "OMP_NUM_THREADS": "1"}
         with (folder / "output").open("w") as file:
@@ -306,8 +309,8 @@ def make_environment(folder: Path) -> str:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--watch"]:
-        watch(sys.argv[2], sys.argv[3:])
+    if sys.argv[1:2] in (["--watch"], ["--watch-alone"]):
+        watch(sys.argv[2], sys.argv[3:], alone=sys.argv[1] == "--watch-alone")
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", metavar="NAME", help="some of them")

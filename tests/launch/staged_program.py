@@ -59,8 +59,8 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                print(f"rank {dist.rank} {method} loss {loss.item().hex()}", flush=True)
-        print(f"rank {dist.rank} torch of all its processes: {' '.join(sorted(files))}", flush=True)
+                sys.stdout.write(f"rank {dist.rank} {method} loss {loss.item().hex()}\n")  # in one call: ranks share it
+        sys.stdout.write(f"rank {dist.rank} torch of all its processes: {' '.join(sorted(files))}\n")
 
 
 if __name__ == "__main__":

@@ -91,15 +91,15 @@ def test_other_folders_are_staged_with_the_option(shared: Shared) -> None:
     assert ranks[0]["version"] == 5 and shared.uses_copy(ranks)
 
 
-@pytest.mark.parametrize("program", [
-    ["examples/01_ddp_minimal.py", "--epochs", "1", "--backend", "gloo"],
-    ["tests/launch/staged_program.py", "spawn", "forkserver", "workers-fork"]], ids=["example 01", "processes"])
-def test_a_training_has_the_same_bits_with_a_copy(program: list[str]) -> None:
+@pytest.mark.parametrize("words", [
+    ["2", "examples/01_ddp_minimal.py", "--epochs", "1", "--backend", "gloo"],
+    ["1", "tests/launch/staged_program.py", "spawn", "forkserver", "workers-fork"]], ids=["example 01", "processes"])
+def test_a_training_has_the_same_bits_with_a_copy(words: list[str]) -> None:
     """Of this environment. The copy is kept where --stage has it, for the next run of this test, too."""
     def losses(*options: str) -> list[str]:
-        done = subprocess.run([*LAUNCH, "-n", "2", *options, *program], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                              stderr=subprocess.STDOUT, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0 and "not staged" not in done.stdout, done.stdout
+        done = subprocess.run([*LAUNCH, *options, "-n", *words], cwd=ROOT, capture_output=True, text=True,
+                              timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0 and "not staged" not in done.stderr, done.stderr
         found = dict.fromkeys(re.findall(r"torch of all its processes: (.*)", done.stdout))
         assert all(("/ddpkit-stage-" in file) == (options == ("--stage",)) for file in found), done.stdout
         return sorted(re.findall(r"^(?:rank \d .*)?(?:final )?loss:? .*$", done.stdout, re.MULTILINE))
