@@ -156,10 +156,10 @@ class Processes:
         parents = process.parents_by_pid()
         return [pid for pid, parent in parents.items() if parent in self._running]
 
-    def end(self, now: float) -> None:
-        """Terminate all processes; kill_late() kills those that are still there after a while."""
+    def end(self, now: float, seconds: float = TERMINATE_SECONDS) -> None:
+        """Terminate all processes; kill_late() kills those that are still there so much later."""
         if self._kill_at is None:
-            self._kill_at = now + TERMINATE_SECONDS
+            self._kill_at = now + seconds
             _signal(self._find(), signal.SIGTERM)
 
     def kill_late(self, now: float) -> float | None:

@@ -26,6 +26,7 @@ from .rank_output import labelled, write_output
 START_SECONDS = 120.0  # until every agent has connected
 END_SECONDS = 20.0  # an agent needs less to end everything
 _STARTER_SECONDS = 3.0
+_LOST_SECONDS = 2.0  # until a host at fault that acknowledges nothing counts as lost
 _SHOWN = 8  # hosts in a message
 
 
@@ -81,7 +82,10 @@ class Coordinator(LaunchServer):
 
     def _wait_for_starters(self) -> None:
         """Let the commands that started agents end by themselves: they may have output left."""
-        limit = time.monotonic() + (_STARTER_SECONDS if self._ranks_started else 0)
+        waits = (
+            self._ranks_started and not self._result.lost_hosts
+        )  # what starts those would not end
+        limit = time.monotonic() + (_STARTER_SECONDS if waits else 0)
         while self._processes.running and time.monotonic() < limit:
             self._loop.run_once(0.1)
             self._launch.loop.take_signals()
@@ -255,9 +259,13 @@ class Coordinator(LaunchServer):
         )
 
     def client_lost(self, index: int) -> None:
+        self._note_lost(index, self.clients[index].host_lost)
+
+    def _note_lost(self, index: int, host_lost: bool) -> None:
+        """Note that an agent is lost. host_lost: with its host."""
         if index not in self._done:
             self._done.add(index)
-            if self.clients[index].host_lost:
+            if host_lost:
                 self._result.lost_hosts.add(self._plan.hosts[index])
             self._result.fail(
                 f"the connection to {self._plan.hosts[index]} was lost. The host, its network or "
@@ -284,6 +292,11 @@ class Coordinator(LaunchServer):
                 self.send_to_all({"kind": "end"})
         if self._end_sent_at is None:
             return
+        first = self._notices.first_cause
+        if first is not None and now > self._end_sent_at + _LOST_SECONDS:
+            for index, peer in self.clients.items():
+                if self._plan.hosts[index] == first.host and peer.is_unacknowledged():
+                    self._note_lost(index, host_lost=True)
         # Agents that have not connected are ended together with what starts them.
         late = now > self._end_sent_at + END_SECONDS
         if late or not self._ranks_started:

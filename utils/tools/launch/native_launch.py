@@ -20,7 +20,7 @@ from typing import IO, NamedTuple
 from ...job.slurm_job import expand_hostlist
 from . import remote_shell
 from .bootstrap import module_command
-from .child_processes import HELD
+from .child_processes import HELD, TERMINATE_SECONDS
 from .host_readiness import checksum_of
 from .join import JoinServer
 from .launch_connection import Launch
@@ -29,6 +29,9 @@ from .launch_result import OutOfMemory, describe_status, print_error, print_stat
 
 _END_SECONDS = 30.0  # after the first failure: ranks and srun itself need up to 20
 _END_SECONDS_FOR_RESTART = 5.0  # the same where the launch may start again
+_END_SECONDS_OF_HANG = (
+    1.5  # the same after a hang or a lost host: all ranks that still can have ended
+)
 RETURN_SECONDS = 60.0  # after the end of all ranks
 _REPORT_SECONDS = 0.5
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
@@ -137,6 +140,8 @@ class NativeLaunch:
         failed_at = self._rank_failed_at
         restarts = self._plan.options.spare or self._plan.options.max_restarts
         seconds = _END_SECONDS_FOR_RESTART if restarts else _END_SECONDS
+        if restarts and reported is not None and reported.is_over:
+            seconds = _END_SECONDS_OF_HANG
         if failed_at is not None and now >= self._result.end_after(failed_at, seconds):
             self._give_up(
                 f"{self._program} has not ended within {now - failed_at:.0f} s of the "
@@ -144,6 +149,7 @@ class NativeLaunch:
                 f"{self._program} will be ended",
                 now,
                 first.status if first else 1,
+                end_seconds=min(seconds, TERMINATE_SECONDS),
             )
 
     def _end_if_left_behind(self, now: float) -> None:
@@ -193,15 +199,22 @@ class NativeLaunch:
     def _signal(self, number: int) -> None:
         self._plan.method.send_signal(number, self._pid, self._plan, self._processes)
 
-    def _end(self, now: float) -> None:
+    def _end(self, now: float, seconds: float = TERMINATE_SECONDS) -> None:
         self._ending = True
-        self._processes.end(now)
+        self._processes.end(now, seconds)
 
-    def _give_up(self, problem: str, now: float, status: int = 1, host: str | None = None) -> None:
+    def _give_up(
+        self,
+        problem: str,
+        now: float,
+        status: int = 1,
+        host: str | None = None,
+        end_seconds: float = TERMINATE_SECONDS,
+    ) -> None:
         """End the command because of a problem, unless it is being ended."""
         if not self._ending:
             self._result.fail(problem, now, status, host=host)
-            self._end(now)
+            self._end(now, end_seconds)
 
     def _status_of_ranks(self, status: int, by_signal: bool) -> int:
         """Derive the exit status of the launch from that of the command; print the reason.
