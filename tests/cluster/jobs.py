@@ -46,7 +46,8 @@ class Jobs:
         """Copy jobs/slurm.sh or jobs/pbs.sh into the folder, for a kit that is not installed; return its path."""
         name = f"{self.scheduler}.sh"
         text = (ROOT / "jobs" / name).read_text().replace("source .venv/bin/activate", ": set-up lines")
-        (self.folder / name).write_text(text.replace("exec ddpkit launch", f"exec {ROOT}/scripts/launch.py"))
+        launch = f"exec {shlex.quote(str(ROOT / 'scripts' / 'launch.py'))}"
+        (self.folder / name).write_text(text.replace("exec ddpkit launch", launch))
         (self.folder / name).chmod(0o755)
         return f"{self.path}/{name}"
 

@@ -76,10 +76,10 @@ def test_mpi_sends_the_packages_to_each_host(pbs: Pbs, name: str, need: Callable
 #!/bin/bash
 exec 2>&1
 cd {folder}
-{sys.executable} -m venv --without-pip env
+{shlex.quote(sys.executable)} -m venv --without-pip env
 mkdir disk
-cp -r {need("mpi4py")}/mpi4py env/lib/python*/site-packages
-export PATH={need(MPIS[name][0]).parent}:$PATH MPI4PY_LIBMPI={library} LD_LIBRARY_PATH={library.parent}
+cp -r {shlex.quote(str(need("mpi4py")))}/mpi4py env/lib/python*/site-packages
+export PATH="{need(MPIS[name][0]).parent}:$PATH" MPI4PY_LIBMPI="{library}" LD_LIBRARY_PATH="{library.parent}"
 {shlex.join(LAUNCH)} --python env/bin/python --independent --stage-dir {folder}/disk -- python program.py
 ls disk
 """)

@@ -152,7 +152,7 @@ def copy_kit(folder: Path) -> Path:
     (programs / "import").mkdir()
     (programs / "import" / "ddpkit").symlink_to(kit / "utils")
     (programs / "ddpkit").write_text(
-        f"#!/bin/sh\nPYTHONPATH='{programs}/import' exec {sys.executable} '{kit}/utils' \"$@\"\n")
+        f"#!/bin/sh\nPYTHONPATH='{programs}/import' exec '{sys.executable}' '{kit}/utils' \"$@\"\n")
     (programs / "ddpkit").chmod(0o755)
     return kit
 

@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 COMMAND = """\
-#!{python} -IS
+#!/bin/sh
+"exec" "{python}" "-IS" "$0" "$@"  # a path with a blank cannot be in the first line
 import json, os, socket, sys
 launcher = ("PMI", "OMPI_", "SLURM_", "PBS_", "TORCHELASTIC_")
 if len(sys.argv) < 2 or any(name.startswith(launcher) for name in os.environ):

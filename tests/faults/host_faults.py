@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import shlex
 import struct
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def replace_file(hosts: Hosts, host: str, path: Path, text: str) -> None:
     """Give a host another content of a file."""
     other = hosts.folder / f"{host}{str(path).replace('/', '-')}"
     other.write_text(text)
-    run(hosts, host, f"mount --bind {other} {path}")
+    run(hosts, host, shlex.join(["mount", "--bind", str(other), str(path)]))
 
 
 def set_limits(hosts: Hosts, host: str, **limits: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import selectors
+import shlex
 import socket
 import struct
 import subprocess
@@ -66,7 +67,7 @@ def program(conditions: Sequence[Condition]) -> str:
 
 def run(hosts: Hosts, host: str, command: str) -> None:
     """Run a command on a host, or on "switch"."""
-    done = subprocess.run([*hosts.enter(host), *command.split()], capture_output=True, text=True)
+    done = subprocess.run([*hosts.enter(host), *shlex.split(command)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command!r} on {host}: {done.stderr.strip()}")
 

@@ -58,7 +58,7 @@ def check(result: Result, cause: str, kind: str) -> None:
     """Compare the cause in the report, with its source line, and the ranks that these lines blame."""
     lines = enumerate(Path(hangs.__file__).read_text().splitlines(), 1)
     marked = "|".join(str(number) for number, line in lines if re.search(rf"# hang: {kind}(?![\w-])", line))
-    found = re.search(cause.replace("LINE", rf"\S*hangs\.py, line ({marked}), in \w+"), result.output)
+    found = re.search(cause.replace("LINE", rf"[^,]*hangs\.py, line ({marked}), in \w+"), result.output)
     assert found, result.output
     lines = re.findall(r"ddpkit-failure (.*)", result.output)
     at_fault = {"cut-host": {None, 0}, "group-skipped": {None}, "pipeline": {None}}.get(kind, {5})
@@ -115,7 +115,7 @@ def test_pauses_are_no_hang(hang_lab: HangLab) -> None:
     for kind, result in results.items():
         assert result.statuses == [0] * 8 and "The ranks hang" not in result.output, (kind, result.output)
     for kind, notices in (("evaluate", 0), ("busy", 1)):
-        found = re.findall(r"rank 0 on h1 .* is busy \(.*core.*\) at \S*hangs.py, line \d+, in pause. .*report_progress"
+        found = re.findall(r"rank 0 on h1 .* is busy \(.*core.*\) at .*hangs.py, line \d+, in pause. .*report_progress"
                            r"\(\) there, or set a larger hang_timeout. Otherwise the job ends after 12 s",
                            results[kind].output)
         assert len(found) == notices, results[kind].output
