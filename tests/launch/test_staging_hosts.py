@@ -155,7 +155,7 @@ def test_mpi_changes_no_byte_of_the_archive(lab: Lab, shared: Shared, by: str) -
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from utils.tools.staging.broadcast import main; main({order})"
     env = {**lab.mpi4py(by), "I_MPI_PERHOST": "1"}
     done = lab.mpi(by, "h1 h2 h3", [sys.executable, "-c", code], env=env)
-    assert done.status == 0 and not done.output, done.output
+    assert done.status == 0 and "ddpkit-stage" not in done.output, done.output  # Open MPI may warn of setpgid()
     for received in (Path(f"/proc/{lab.hosts.pid('h2')}/root{shared.disk}/target"), shared.disk / "target"):
         assert received.read_bytes() == archive.read_bytes()
         assert stat.S_IMODE(received.stat().st_mode) == 0o600
