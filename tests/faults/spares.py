@@ -114,9 +114,8 @@ def outcome(done: Result, folder: Path, fault: str, bad: str, other: str, spare:
     same = re.findall(r"^final loss .*", done.output, re.MULTILINE) == [loss]
     if fault == "two" and f"restart 1 without {bad}," not in done.output:  # the other one was noticed first
         bad = other
-    if fault == "agent" and "restart 1" not in done.output:  # a slurmstepd: srun and its rank go on without it
-        lost = "all ranks have ended, but srun has not" in last  # with it the output of rank 0 and an exit status
-        return same or lost, last if lost else "went on: the fault has ended no rank"
+    if not done.status and "restart 1" not in done.output:
+        return same and fault == "agent", "went on: the fault has ended no rank"  # srun needs no slurmstepd
     if done.status or f"restart 1 without {bad}, with {spare} instead" not in done.output:
         return False, last
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
