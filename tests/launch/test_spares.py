@@ -98,7 +98,7 @@ def test_a_spare_of_a_slurm_job(need: Callable[[str], Path]) -> None:
     with SlurmCluster(4, slurmd_timeout=300, subnet="10.79.24") as slurm:
         launches = Launches(slurm, slurm.work, need)
         loss = ""
-        for fault in ("", "kill", "outside"):
+        for fault in ("", "kill", "agent", "outside"):
             folder = slurm.work / f"fault-{fault}"
             folder.mkdir()
             words = [PROGRAM, str(folder), *([fault, "1"] if fault else [])]

@@ -101,10 +101,11 @@ def program(path: Path, script: str) -> str:
     return str(path)
 
 
-def started_by_mpiexec(folder: Path, end: str, *command: str, **options: Any) -> Plan:
-    """Plans two ranks of a program that starts them, and then runs this line of shell."""
-    mpiexec = program(folder / "mpiexec", 'while [ "$1" != -n ]; do shift; done; shift 2\n'
-                      f'PMI_RANK=0 PMI_SIZE=2 "$@" & PMI_RANK=1 PMI_SIZE=2 "$@" & {end}')
+def started_by_mpiexec(folder: Path, end: str, *command: str, in_background: bool = False, **options: Any) -> Plan:
+    """Plans two ranks of a program that starts them, or has a process start them, and then runs this line of shell."""
+    start = 'PMI_RANK=0 PMI_SIZE=2 "$@" & PMI_RANK=1 PMI_SIZE=2 "$@" &'
+    start = f"( {start} wait ) &" if in_background else start
+    mpiexec = program(folder / "mpiexec", f'while [ "$1" != -n ]; do shift; done; shift 2\n{start} {end}')
     return make(job("pbs", (2,)), {**PBS, "PATH": os.environ["PATH"]}, mpiexec=Mpiexec(mpiexec, Mpich, 5),
                 command=command, python=sys.executable, **options)
 
@@ -174,6 +175,22 @@ def test_launcher_that_does_not_return_after_all_ranks_is_ended(
     assert run(started_by_mpiexec(tmp_path, "exec sleep 600", "sleep", "1")) == 1
     assert 1.5 < time.monotonic() - started < 60
     assert "all ranks have ended, but mpiexec has not within" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("spares", [(), ("n9",)])
+def test_host_on_which_a_process_of_the_launcher_is_killed_is_named(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str], spares: tuple[str, ...]) -> None:
+    """As slurmstepd: its ranks go on, and srun waits for ever for their exit status. With a spare, they are ended."""
+    plan = started_by_mpiexec(tmp_path, "sleep 2; kill -9 $!; exec sleep 600", "sleep", "617" if spares else "5",
+                              in_background=True)
+    started = time.monotonic()
+    assert run(plan._replace(spares=spares)) == 1
+    assert time.monotonic() - started < 30
+    errors = capfd.readouterr().err
+    lost = f"mpiexec on {socket.gethostname()} has ended before the ranks that it had started there: it was killed"
+    assert lost in errors.splitlines()[-1] and errors.count("They go on") == (not spares), errors
+    wait_until(lambda: "sleep 617" not in subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True,
+                                                         check=True).stdout.splitlines(), "the end of the ranks")
 
 
 def test_rank_that_ends_while_others_are_looked_at_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class JoinedRank(NamedTuple):
     reached: str  # the address by which the rank has reached this host
     port: int = 0  # of rank 0: reserved on its host
     cores: RankMask = RankMask(mask="", gpu_nodes=[])
-    process: tuple[int, int | None, str] = (0, None, "")  # see KINDS
+    process: tuple[int, int | None, str] = (0, None, "")  # id, start time, PID namespace
 
 
 class JoinServer(LaunchServer):
@@ -46,7 +46,8 @@ class JoinServer(LaunchServer):
     complete: all ranks were sent their variables. problem: why the launch has failed; empty while
     it has not. lost_rank: a rank ended before all had joined. ended_at: when the last rank has
     ended, by time.monotonic(), as the hosts report it. watched: the rank of each host that has
-    started the watch there, until that ends. handled: see KINDS, by such a rank.
+    started the watch there, until that ends. orphaned: the host where a process of the launcher has
+    ended before its ranks, and what has happened; None for none.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class JoinServer(LaunchServer):
         self._joined: dict[int, JoinedRank] = {}
         self._limit = time.monotonic() + START_SECONDS
         self.watched: set[int] = set()
-        self._handled: dict[int, list[int]] = {}
+        self._handled: dict[int, list[int]] = {}  # signals, by ranks of watched
+        self.orphaned: tuple[str, str] | None = None
         self._end_reported = False
         self.ended_at: float | None = None
         self.complete = self.lost_rank = False
@@ -149,6 +151,13 @@ class JoinServer(LaunchServer):
         self.problem = self.problem or text
         if message["kind"] == "handled":
             self._handled[index] = message["signals"]
+        if message["kind"] == "orphaned" and self.orphaned is None:
+            host, parent = self._joined[index].host[0], message["parent"]
+            text = (
+                f"{parent} on {host} has ended before the ranks that it had started there: it was "
+                "killed, or has failed. Their output and exit status are lost. See dmesg there"
+            )
+            self.orphaned = host, text
         self._end_reported |= message["kind"] == "done"
 
     def client_lost(self, index: int) -> None:

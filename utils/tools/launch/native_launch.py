@@ -33,6 +33,7 @@ _END_SECONDS_OF_HANG = (
     1.5  # the same after a hang or a lost host: all ranks that still can have ended
 )
 RETURN_SECONDS = 60.0  # after the end of all ranks
+_RETURN_SECONDS_OF_ORPHANS = 5.0  # the same where srun is known to wait for a lost slurmstepd
 _REPORT_SECONDS = 0.5
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
 
@@ -46,9 +47,10 @@ class NativeLaunch:
         self._program = os.path.basename(launch.plan.method.path)
         self._ranks = JoinServer(launch.plan, launch.id, launch.notices, launch.loop, launch.result)
         self._errors = SrunErrors(None)
+        self._restarts = launch.plan.options.spare or launch.plan.options.max_restarts
         self._rank_failed_at: float | None = None
         self._held: set[int] = set()  # signals for which not all ranks have a handler yet
-        self._reported_waiting = self._ending = False
+        self._reported_waiting = self._reported_orphans = self._ending = False
 
     def run(self) -> None:
         method = self._plan.method
@@ -116,6 +118,7 @@ class NativeLaunch:
             now = time.monotonic()
             self._end_if_failed(now)
             self._end_if_left_behind(now)
+            self._handle_orphans(now)
             self._ranks.check_time(now)
             if self._ranks.problem:
                 without = self._ranks.hosts_without_ranks()
@@ -138,9 +141,8 @@ class NativeLaunch:
         if self._rank_failed_at is None and (first or reported and reported.is_over):
             self._rank_failed_at = now
         failed_at = self._rank_failed_at
-        restarts = self._plan.options.spare or self._plan.options.max_restarts
-        seconds = _END_SECONDS_FOR_RESTART if restarts else _END_SECONDS
-        if restarts and reported is not None and reported.is_over:
+        seconds = _END_SECONDS_FOR_RESTART if self._restarts else _END_SECONDS
+        if self._restarts and reported is not None and reported.is_over:
             seconds = _END_SECONDS_OF_HANG
         if failed_at is not None and now >= self._result.end_after(failed_at, seconds):
             self._give_up(
@@ -154,14 +156,27 @@ class NativeLaunch:
 
     def _end_if_left_behind(self, now: float) -> None:
         """End the command if it runs long after all ranks: srun waits for a lost slurmstepd."""
-        ended_at = self._ranks.ended_at
-        if ended_at is not None and now >= ended_at + RETURN_SECONDS:
-            self._give_up(
+        ended_at, orphaned = self._ranks.ended_at, self._ranks.orphaned
+        seconds = _RETURN_SECONDS_OF_ORPHANS if orphaned else RETURN_SECONDS
+        if ended_at is not None and now >= ended_at + seconds:
+            host, text = orphaned or (None, "")
+            late = (
                 f"all ranks have ended, but {self._program} has not within {now - ended_at:.0f} s: "
                 "a process of the launcher on a host may be lost, and with it the exit status of "
-                f"a rank. {self._program} will be ended. Check the hosts",
-                now,
+                f"a rank. {self._program} will be ended. Check the hosts"
             )
+            self._give_up(text or late, now, host=host)
+
+    def _handle_orphans(self, now: float) -> None:
+        """Leave out a host on which a process of the launcher is gone, for a spare; or say it."""
+        if self._ranks.orphaned is None or self._reported_orphans:
+            return
+        self._reported_orphans = True
+        host, text = self._ranks.orphaned
+        if self._plan.spares:
+            self._give_up(text, now, host=host, end_seconds=_END_SECONDS_OF_HANG)
+        else:
+            print_status(f"{text}. They go on")
 
     def _read_errors(self, events: int) -> None:
         self._errors.pass_on()

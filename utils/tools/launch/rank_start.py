@@ -26,6 +26,7 @@ from .host_ranks import report_mask, shares_of_ranks
 from .host_readiness import ReservedPort, problem_with
 from .launch_connection import CONNECT_SECONDS, connect
 from .nested import LONGEST_SECONDS, GroupWatch
+from .parents import Parents
 from .rank_environment import correct_slurm_variables
 from .rank_output import open_file
 
@@ -149,7 +150,9 @@ def _all_await(pids: Iterable[int], number: int) -> bool:
 def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
     """Start a process that reports to ddpkit launch on the ranks of this host.
 
-    It reports their groups, which signals of HELD all of them handle, and their end.
+    It reports their groups, which signals of HELD all of them handle, that what has started them is
+    gone (slurmstepd, a proxy of an MPI), and their end. Ranks that nobody else can end any more end
+    with the launch.
 
     It is no child of this process, which becomes the user's program, and holds nothing but the
     connection. It ends with it, or with the ranks. Return at once.
@@ -166,9 +169,10 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
         os.closerange(0, peer.fileno())
         os.closerange(peer.fileno() + 1, 65536)
         ranks, namespace = response["processes"], process.namespace("pid")
+        parents = Parents(pid for pid, _, there in ranks if there == namespace)
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(peer, select.POLLIN)
-        for pid, _, _ in ranks:
+        for pid in [*(pid for pid, _, _ in ranks), *parents.pids]:
             with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
                 poll.register(os.pidfd_open(pid), select.POLLIN)
         watch = GroupWatch(launch_id, response["watched_ranks"])
@@ -178,6 +182,8 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
         while (seen := [pid for pid, t, _ in ranks if process.start_time(pid) == t]) or hidden:
             for message in watch.messages(time.monotonic()):
                 peer.send(message, CONNECT_SECONDS)
+            if lost := parents.lost():
+                peer.send({"kind": "orphaned", "parent": lost}, CONNECT_SECONDS)
             seconds = watch.next_look or LONGEST_SECONDS
             before, handled = handled, [int(number) for number in HELD if _all_await(seen, number)]
             if handled != before:
@@ -186,6 +192,7 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
                 seconds = min(seconds, max(HANDLER_SECONDS, (time.monotonic() - started) / 20))
             for ready, _ in poll.poll(1000 * seconds):
                 if ready == peer.fileno():
+                    parents.end_orphans()
                     return
                 poll.unregister(ready)
         if watch.ended_without_group():

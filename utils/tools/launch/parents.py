@@ -1,0 +1,52 @@
+"""Notice that what has started the ranks of a host is gone, while they go on.
+
+Where slurmstepd or a proxy of an MPI is killed, nobody ends its ranks, and the launcher never gets
+their output and exit status.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from ...host import process
+
+_END_SECONDS = 1.0  # a launcher's process may end a little before its ranks
+
+
+class Parents:
+    """The processes that have started ranks of this host. pids: theirs."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """ranks: process ids."""
+        self._ranks: list[tuple[int, int | None, int]] = []  # id, start time, parent
+        for pid in ranks:
+            if parent := process.parent(pid):
+                self._ranks.append((pid, process.start_time(pid), parent))
+        self.pids = sorted({parent for _, _, parent in self._ranks})
+        self._names = {pid: process.name(pid) for pid in self.pids}
+        self._reported = False
+
+    def lost(self) -> str:
+        """Return the name of one that has left ranks alone; "" where none has, and not twice."""
+        if self._reported or not self._orphans():
+            return ""
+        time.sleep(_END_SECONDS)
+        orphans = self._orphans()
+        self._reported = bool(orphans)
+        return self._names[orphans[0][1]] if orphans else ""
+
+    def end_orphans(self) -> None:
+        """Kill the ranks that have been left alone, if they do not end by themselves."""
+        if self._orphans():
+            time.sleep(_END_SECONDS)
+        for pid, _ in self._orphans():
+            process.kill([pid], process.session(pid))
+
+    def _orphans(self) -> list[tuple[int, int]]:
+        """Return ranks that run and have another parent than before, and that one."""
+        return [
+            (pid, parent)
+            for pid, started, parent in self._ranks
+            if process.start_time(pid) == started and process.parent(pid) != parent
+        ]
