@@ -19,6 +19,7 @@ import pytest
 
 from tests.launch.launchers import LAUNCH, ROOT
 from tests.launch.shared_packages import PROGRAM, Shared, assert_one_warning, make_shared
+from utils.tools.staging import free_space
 
 
 @pytest.fixture
@@ -282,6 +283,24 @@ def test_a_full_disk(shared: Shared) -> None:
         assert_one_warning(output, "are needed")
     finally:
         subprocess.run(["umount", str(shared.disk)], check=True)
+
+
+@pytest.mark.parametrize(("kind", "limit", "expected"), [
+    ("tmpfs", "max", 75 << 10), ("tmpfs", str(80 << 10), 20 << 10), ("ramfs", str(800 << 10), 75 << 10),
+    ("ext4", "1", 0)])
+@pytest.mark.parametrize(("cgroup", "file"), [
+    ("0::/job/step", "job/memory.max"), ("9:cpu:/\n4:memory,x:/job/step\n0::/", "memory/job/memory.limit_in_bytes")])
+def test_a_copy_in_memory_leaves_most_of_it_to_the_ranks(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, limit: str, expected: int, cgroup: str, file: str,
+) -> None:
+    """Five copies of 6 GB in memory ended all on a machine of 24 GB. expected: 0: as much as is free on the disk."""
+    device = os.stat(tmp_path).st_dev
+    files = {"/proc/self/mountinfo": f"30 1 {os.major(device)}:{os.minor(device)} / / rw shared:1 - {kind} none rw",
+             "/proc/meminfo": "MemTotal: 400 kB\nMemFree: 1 kB\nMemAvailable: 300 kB",
+             "/proc/self/cgroup": cgroup, f"/sys/fs/cgroup/{file}": limit}
+    monkeypatch.setattr(free_space.process, "read", lambda path: files.get(path, "").encode())
+    found = free_space.free_bytes(str(tmp_path))
+    assert found == expected or not expected and found > 100 << 20
 
 
 def test_a_missing_folder_is_made(shared: Shared) -> None:

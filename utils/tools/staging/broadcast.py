@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import Archive
+from .free_space import free_bytes
 from .node_copy import candidates, is_kept
 from .room import needed_bytes
 
@@ -98,7 +98,7 @@ def _create(archive: Archive, order: Mapping[str, Any]) -> int | None:
             os.makedirs(folder, exist_ok=True)
         if is_kept(archive.key, candidates(stage_dir, os.environ)):
             return None
-        if shutil.disk_usage(folder).free < archive.size + needed_bytes(archive):
+        if free_bytes(folder) < archive.size + needed_bytes(archive):
             raise OSError(errno.ENOSPC, "no room for the archive beside the copy")
         return os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:

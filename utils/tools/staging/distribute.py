@@ -18,8 +18,10 @@ from ..interpreter import import_path
 from . import RECEIVED, Archive, StagingError
 from .archive import cleanup_at_signals, get_archive
 from .broadcast import FAILED, NOT_WRITTEN
+from .free_space import free_bytes
 from .node_copy import candidates, is_kept
 from .packages import find_environment
+from .room import needed_bytes
 
 _PROBE_SECONDS = 60.0
 MPI_SECONDS = 60.0  # to start a process on each node; and for the archive:
@@ -205,6 +207,9 @@ def _send_by_sbcast(
     program = shutil.which("sbcast")
     if program is None or os.environ.get("SLURM_JOB_NUM_NODES") != str(hosts):
         return ""
+    with suppress(OSError):  # another node may have the folder
+        if free_bytes(os.path.dirname(target)) < archive.size + needed_bytes(archive):
+            return ""
     start = time.monotonic()
     # Each block reaches all before the next one is sent, in FANOUT * log(hosts) / log(FANOUT) times
     # that of one link, which is least for 3. Slurm's default is 8 or more.

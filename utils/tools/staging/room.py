@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from . import Archive, StagingError
+from .free_space import free_bytes, is_in_memory
 from .marker import MARKER
 
 _OLD_SECONDS = 7 * 24 * 3600.0
@@ -29,10 +30,11 @@ def make_room(root: str, archive: Archive) -> None:
     for _, key in [(0.0, ""), *_others(root, archive.key)]:
         if key:
             _remove(root, key)
-        free = shutil.disk_usage(root).free
+        free = free_bytes(root)
         if free >= needed:
             return
-    raise StagingError(f"{free / 1e6:.0f} MB are free, and {needed / 1e6:.0f} MB are needed")
+    where = " (a part of the memory: the ranks need the rest)" if is_in_memory(root) else ""
+    raise StagingError(f"{free / 1e6:.0f} MB are free{where}, and {needed / 1e6:.0f} MB are needed")
 
 
 def remove_old(root: str, copy: str) -> None:
