@@ -95,6 +95,7 @@ class Pbs:
 
     def output(self, job: Mapping[str, Any]) -> str:
         path = self.local(str(job["Output_Path"]).partition(":")[2])
+        path = next(path.glob("*.OU"), path) if path.is_dir() else path
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def delete_all(self) -> None:

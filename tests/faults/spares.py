@@ -1,17 +1,19 @@
 """Failures of hosts and ranks in a launch with a spare: which host is left out, how long it takes, the final loss.
 
-python tests/faults/spares.py [--failures 40] [--faults kill agent stop gpu outside off disk two] [--by ssh | srun]
-                              [--stage]
+python tests/faults/spares.py [--failures 40] [--faults kill agent stop gpu outside off disk two]
+                              [--by ssh | srun | pbs --real-pbs PREFIX]
+                              [--stage | --stage-dir FOLDER]
 python tests/faults/spares.py --healthy 10 [--stage]    what --spare costs where nothing fails
 python tests/faults/spares.py --torchrun 5              torchrun's own restart beside that of --max-restarts
 
 Five hosts (network namespaces) are a job of PBS, as its variables describe one, or with --by srun of a real Slurm, that
-of the system or of DDPKIT_SLURM_HOME. Four of them train. In each run a rank fails after step 12, in the way of FAULT,
-or its host is cut off ("outside") or loses all its processes, too ("off"). Prints a line for each: whether the right
-host was left out, seconds from the notice of the failure to the end of the next step, and whether the final loss has
-the same bits as that of an undisturbed run. "disk", a full disk, ends the launch with its cause; "two" kills ranks of
-two hosts at once: one of the hosts is left out. --stage: the ranks import from the kept copy of their packages. Exit
-status 0 if all are right. Needs root, and about 30 s for each failure.
+of the system or of DDPKIT_SLURM_HOME, or with --by pbs of a real OpenPBS with five hosts (PREFIX: see
+tests/cluster/pbs.py; node_fail_requeue is to be short). Four of them train. In each run a rank fails after step 12, in
+the way of FAULT, or its host is cut off ("outside") or loses all its processes, too ("off"). Prints a line for each:
+whether the right host was left out, seconds from the notice of the failure to the end of the next step, and whether the
+final loss has the same bits as that of an undisturbed run. "disk", a full disk, ends the launch with its cause; "two"
+kills ranks of two hosts at once: one of the hosts is left out. --stage: the ranks import from the kept copy of their
+packages. Exit status 0 if all are right. Needs root, and about 30 s for each failure.
 
 --healthy: pairs of launches on four hosts, without a spare and with one, one right after the other, and the median of
 with / without. --torchrun: four ranks on this host, one of which is killed; seconds from the kill to the end of the
@@ -32,23 +34,25 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.cluster.hosts import Hosts, killed_at_end, wait_until
+from tests.cluster.pbs import HEAD, WORK, RealPbs
+from tests.cluster.pbs_standin.jobs import DOMAIN, FINISHED
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import LAUNCH, Lab, Result
 from tests.launch.test_launch import Job
 from utils.host import process
 
 PROGRAM = str(Path(__file__).resolve().parents[1] / "launch" / "spare_program.py")
+ENDED = re.compile("^final loss|^ddpkit launch: (no restart|error)", re.MULTILINE)
 FAULTS = ("kill", "agent", "stop", "gpu", "outside", "off", "disk", "two")
 
 
-def switch_off(hosts: Hosts, host: str) -> None:
-    """Cut a host off, then kill all that runs there: nobody closes a connection."""
-    hosts.set_link(host, "down")
-    namespace = os.readlink(f"/proc/{hosts.pid(host)}/ns/net")
+def end_all(namespace: str) -> None:
+    """Kill all of the launch that runs on a host, which was cut off before: nobody closes a connection."""
     for pid in process.process_ids():
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -78,9 +82,9 @@ class SlurmJobs:
                 if fault == "outside":
                     slurm.set_link(bad, "down")
                 elif fault == "off":
-                    switch_off(slurm, bad)
-            ended = re.compile("^final loss|^ddpkit launch: (no restart|error)", re.MULTILINE)
-            wait_until(lambda: ended.search(slurm.output(job)), "the end", seconds=200)
+                    slurm.set_link(bad, "down")
+                    end_all(os.readlink(f"/proc/{slurm.pid(bad)}/ns/net"))
+            wait_until(lambda: ENDED.search(slurm.output(job)), "the end", seconds=200)
             time.sleep(3)
             output = slurm.output(job)
             for file in work.glob("metrics.jsonl"):
@@ -88,10 +92,56 @@ class SlurmJobs:
             return Result(0 if "\nfinal loss" in output else 1, output)
 
 
-def fail_once(lab: Lab | SlurmJobs, folder: Path, by: str, stage: list[str], fault: str, rank: int) -> Result:
+class PbsJobs:
+    """Launches in jobs of a real OpenPBS, as ddpkit submit run makes them. One that has lost a host may end late."""
+
+    def __init__(self, prefix: str) -> None:
+        self.pbs = RealPbs(prefix)
+        self.hosts = [f"n{number}.{DOMAIN}" for number in range(1, 6)]
+
+    def root(self, host: str, *words: str) -> str:
+        return self.pbs.run(host.partition(".")[0], words, user="root", cwd="/").output.strip()
+
+    def run(self, folder: Path, words: list[str], fault: str = "", bad: str = "") -> Result:
+        wait_until(self.all_free, "five free hosts", seconds=300)
+        work = f"{WORK}/spares/{uuid.uuid4().hex}"
+        self.pbs.write(f"{work}/about", "")
+        os.chown(Path(work).parent, Path(WORK).stat().st_uid, -1)
+        command = [str(Path(sys.executable).with_name("ddpkit")), "submit", "run", "--site", "generic-pbs",
+                   "--no-check", "--nodes", "4", "--ntasks-per-node", "1", "--gpus-per-node", "0", "-c1", "-t", "6m"]
+        done = self.pbs.run(HEAD, [*command, *(word.replace(str(folder), work) for word in words)], cwd=work)
+        found = re.search(rf"^\d+\.{HEAD}$", done.output, re.MULTILINE)
+        assert found, done.output
+        job = found[0]
+        try:
+            if fault:
+                failed = Path(work, "failed")
+                wait_until(lambda: failed.exists() and failed.read_text(), "the fault", seconds=120)
+                if fault in ("outside", "off"):
+                    self.root(bad, "ip", "link", "set", "eth0", "down")
+                if fault == "off":
+                    end_all(self.root(bad, "readlink", "/proc/self/ns/net"))
+            wait_until(lambda: self.has_ended(job), "the end", seconds=200)
+        finally:
+            for host in (bad,) * (fault in ("outside", "off")):
+                self.root(host, "ip", "link", "set", "eth0", "up")
+        attributes = self.pbs.wait(job, 300)
+        for file in Path(work).glob("metrics.jsonl"):
+            (folder / file.name).write_text(file.read_text())
+        return Result(int(attributes.get("Exit_status", -1)), self.pbs.output(attributes))
+
+    def has_ended(self, job: str) -> bool:
+        attributes = self.pbs.job(job)
+        return attributes["job_state"] == FINISHED or bool(ENDED.search(self.pbs.output(attributes)))
+
+    def all_free(self) -> bool:
+        return self.root(HEAD, "/opt/pbs/bin/pbsnodes", "-aS").count(" free ") == len(self.hosts)
+
+
+def fail_once(lab: Lab | SlurmJobs | PbsJobs, folder: Path, by: str, stage: list[str], fault: str, rank: int) -> Result:
     inside = "outside" if fault == "off" else fault
     words = [*stage, "--spare", "1", "--hang-timeout", "15", PROGRAM, str(folder), inside, str(rank)]
-    if isinstance(lab, SlurmJobs):
+    if not isinstance(lab, Lab):
         return lab.run(folder, words, fault, lab.hosts[rank])
     job, bad = Job(lab, folder, nodes=lab.hosts.hosts), lab.hosts.hosts[rank]
     with killed_at_end(job.start(by, *words)) as launch:
@@ -101,7 +151,8 @@ def fail_once(lab: Lab | SlurmJobs, folder: Path, by: str, stage: list[str], fau
             if fault == "outside":
                 lab.hosts.set_link(bad, "down")
             elif fault == "off":
-                switch_off(lab.hosts, bad)
+                lab.hosts.set_link(bad, "down")
+                end_all(os.readlink(f"/proc/{lab.hosts.pid(bad)}/ns/net"))
             return lab.wait(launch, 200)
         finally:
             lab.hosts.set_link(bad, "up")
@@ -110,12 +161,10 @@ def fail_once(lab: Lab | SlurmJobs, folder: Path, by: str, stage: list[str], fau
 def outcome(done: Result, folder: Path, fault: str, bad: str, other: str, spare: str, loss: str) -> tuple[bool, str]:
     last = done.output.splitlines()[-1]
     if fault == "disk":
-        return done.status == 1 and f"on {bad} failed: OSError: [Errno 28]" in last, last
+        return done.status == 1 and f"on {bad.partition('.')[0]} failed: OSError: [Errno 28]" in last, last
     same = re.findall(r"^final loss .*", done.output, re.MULTILINE) == [loss]
     if fault == "two" and f"restart 1 without {bad}," not in done.output:  # the other one was noticed first
         bad = other
-    if not done.status and "restart 1" not in done.output:
-        return same and fault == "agent", "went on: the fault has ended no rank"  # srun needs no slurmstepd
     if done.status or f"restart 1 without {bad}, with {spare} instead" not in done.output:
         return False, last
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -128,7 +177,9 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=40)
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS)
     parser.add_argument("--by", default="ssh")
+    parser.add_argument("--real-pbs", metavar="PREFIX")
     parser.add_argument("--stage", action="store_const", const=["--stage"], default=[])
+    parser.add_argument("--stage-dir", dest="stage", type=lambda folder: ["--stage-dir", folder], metavar="FOLDER")
     parser.add_argument("--healthy", type=int, metavar="PAIRS")
     parser.add_argument("--torchrun", type=int, metavar="PAIRS")
     args = parser.parse_args()
@@ -138,6 +189,11 @@ def main() -> int:
         if args.by == "srun":
             jobs = SlurmJobs(Path(name))
             return run(jobs, jobs.hosts, Path(name), args)
+        if args.by == "pbs":
+            if not args.real_pbs:
+                parser.error("--by pbs needs --real-pbs PREFIX")
+            pbs = PbsJobs(args.real_pbs)
+            return run(pbs, pbs.hosts, Path(name), args)
         hosts = stack.enter_context(Hosts(5, subnet="10.79.25"))
         lab = Lab(hosts, hosts.start_sshd(), lambda program: Path(program))
         if args.healthy:
@@ -190,10 +246,10 @@ def beside_torchrun(pairs: int) -> int:
     return 0
 
 
-def run(lab: Lab | SlurmJobs, hosts: list[str], parent: Path, args: argparse.Namespace) -> int:
+def run(lab: Lab | SlurmJobs | PbsJobs, hosts: list[str], parent: Path, args: argparse.Namespace) -> int:
     folder = parent / "undisturbed"
     folder.mkdir()
-    if isinstance(lab, SlurmJobs):
+    if not isinstance(lab, Lab):
         done = lab.run(folder, [*args.stage, "--spare", "1", PROGRAM, str(folder)])
     else:
         done = Job(lab, folder, nodes=hosts[:4]).run(args.by, PROGRAM, str(folder))
