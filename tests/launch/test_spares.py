@@ -54,12 +54,14 @@ def check(done: Result, folder: Path, loss: str, bad: str, spare: str, cause: st
     assert 0 < float(str(restart["seconds"])) < 60, restart
 
 
-@pytest.mark.parametrize(("fault", "cause"), [
-    ("kill", "rank 1 .*SIGKILL"), ("agent", "h2"), ("stop", "rank 1 on h2 .*"), ("outside", "h2.*")])
-def test_a_spare_takes_the_place_of_a_host(job: Job, loss: str, fault: str, cause: str) -> None:
+@pytest.mark.parametrize(("by", "fault", "cause"), [
+    ("ssh", "kill", "rank 1 .*SIGKILL"), ("ssh", "agent", "h2"), ("ssh", "stop", "rank 1 on h2 .*"),
+    ("ssh", "outside", "h2.*"), ("openmpi5", "agent", "prted on h2 has ended before the ranks"),
+    ("mpich5", "agent", "hydra_pmi_proxy on h2 has ended before the ranks")])
+def test_a_spare_takes_the_place_of_a_host(job: Job, loss: str, by: str, fault: str, cause: str) -> None:
     bad = job.folder / "bad-hosts.txt"
     words = ["--spare", "1", "--hang-timeout", "5", PROGRAM, str(job.folder), fault, "1"]
-    with killed_at_end(job.start("ssh", *words, DDPKIT_EXCLUDE_FILE=str(bad))) as process:
+    with killed_at_end(job.start(by, *words, DDPKIT_EXCLUDE_FILE=str(bad))) as process:
         failed = job.folder / "failed"
         wait_until(lambda: failed.exists() and failed.read_text(), "the fault", seconds=60)
         try:

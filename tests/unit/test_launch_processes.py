@@ -28,6 +28,7 @@ from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_
 from utils.tools.launch.coordinator import Coordinator
 from utils.tools.launch.host_ranks import shares_of_ranks, start_on_host
 from utils.tools.launch.host_readiness import ReservedPort
+from utils.tools.launch.join import JoinServer
 from utils.tools.launch.launch_connection import Launch, connect, secret_of_ranks
 from utils.tools.launch.launch_plan import Mpiexec, Plan
 from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, LaunchResult
@@ -177,18 +178,35 @@ def test_launcher_that_does_not_return_after_all_ranks_is_ended(
     assert "all ranks have ended, but mpiexec has not within" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("spares", [(), ("n9",)])
+def test_launcher_that_waits_for_a_lost_host_is_ended(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    lost = JoinServer.client_lost
+
+    def host_lost(server: JoinServer, index: int) -> None:
+        server.clients[index].host_lost = True
+        lost(server, index)
+
+    monkeypatch.setattr(JoinServer, "client_lost", host_lost)
+    monkeypatch.setattr(native_launch, "_RETURN_SECONDS_OF_LOST", 0.5)
+    assert run(started_by_mpiexec(tmp_path, "exec sleep 600", "sleep", "1")) == 1
+    assert f"the connection to {socket.gethostname()} was lost" in capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("end", "spares"), [
+    ("exec sleep 600", ()), ("exec sleep 600", ("n9",)),  # as srun
+    ("exit 0", ()), ("sleep 0.2; exit 143", ())])  # as the mpirun of Open MPI 5, and others
 def test_host_on_which_a_process_of_the_launcher_is_killed_is_named(
-        tmp_path: Path, capfd: pytest.CaptureFixture[str], spares: tuple[str, ...]) -> None:
-    """As slurmstepd: its ranks go on, and srun waits for ever for their exit status. With a spare, they are ended."""
-    plan = started_by_mpiexec(tmp_path, "sleep 2; kill -9 $!; exec sleep 600", "sleep", "617" if spares else "5",
+        tmp_path: Path, capfd: pytest.CaptureFixture[str], end: str, spares: tuple[str, ...]) -> None:
+    """As slurmstepd or prted: its ranks go on, and nobody learns their exit status. With a spare, they are ended."""
+    goes_on = "exec" in end and not spares
+    plan = started_by_mpiexec(tmp_path, f"sleep 2; kill -9 $!; {end}", "sleep", "10" if goes_on else "617",
                               in_background=True)
     started = time.monotonic()
-    assert run(plan._replace(spares=spares)) == 1
-    assert time.monotonic() - started < 30
+    assert run(plan._replace(spares=spares)) == (143 if "143" in end else 1)
+    assert time.monotonic() - started < 40
     errors = capfd.readouterr().err
     lost = f"mpiexec on {socket.gethostname()} has ended before the ranks that it had started there: it was killed"
-    assert lost in errors.splitlines()[-1] and errors.count("They go on") == (not spares), errors
+    assert lost in errors.splitlines()[-1] and errors.count("They go on") == goes_on, errors
     wait_until(lambda: "sleep 617" not in subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True,
                                                          check=True).stdout.splitlines(), "the end of the ranks")
 

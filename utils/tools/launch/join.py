@@ -46,8 +46,8 @@ class JoinServer(LaunchServer):
     complete: all ranks were sent their variables. problem: why the launch has failed; empty while
     it has not. lost_rank: a rank ended before all had joined. ended_at: when the last rank has
     ended, by time.monotonic(), as the hosts report it. watched: the rank of each host that has
-    started the watch there, until that ends. orphaned: the host where a process of the launcher has
-    ended before its ranks, and what has happened; None for none.
+    started the watch there, until that ends. orphaned: hosts where a process of the launcher has
+    ended before its ranks, and what has happened.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class JoinServer(LaunchServer):
         self._limit = time.monotonic() + START_SECONDS
         self.watched: set[int] = set()
         self._handled: dict[int, list[int]] = {}  # signals, by ranks of watched
-        self.orphaned: tuple[str, str] | None = None
+        self.orphaned: dict[str, str] = {}
         self._end_reported = False
         self.ended_at: float | None = None
         self.complete = self.lost_rank = False
@@ -151,13 +151,13 @@ class JoinServer(LaunchServer):
         self.problem = self.problem or text
         if message["kind"] == "handled":
             self._handled[index] = message["signals"]
-        if message["kind"] == "orphaned" and self.orphaned is None:
-            host, parent = self._joined[index].host[0], message["parent"]
-            text = (
-                f"{parent} on {host} has ended before the ranks that it had started there: it was "
-                "killed, or has failed. Their output and exit status are lost. See dmesg there"
+        if message["kind"] == "orphaned":
+            host = self._joined[index].host[0]
+            self.orphaned[host] = (
+                f"{message['parent']} on {host} has ended before the ranks that it had started "
+                "there: it was killed, or has failed. Their output and exit status are lost. See "
+                "dmesg there"
             )
-            self.orphaned = host, text
         self._end_reported |= message["kind"] == "done"
 
     def client_lost(self, index: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -18,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
 from ...job.slurm_job import expand_hostlist
+from ...launch_report import Failure
 from . import remote_shell
 from .bootstrap import module_command
 from .child_processes import HELD, TERMINATE_SECONDS
@@ -33,7 +35,8 @@ _END_SECONDS_OF_HANG = (
     1.5  # the same after a hang or a lost host: all ranks that still can have ended
 )
 RETURN_SECONDS = 60.0  # after the end of all ranks
-_RETURN_SECONDS_OF_ORPHANS = 5.0  # the same where srun is known to wait for a lost slurmstepd
+_RETURN_SECONDS_OF_LOST = 5.0  # the same where it is known to wait for a process or a host
+_GO_ON_SECONDS = 5.0  # after which a launcher that has lost a process on a host has not ended
 _REPORT_SECONDS = 0.5
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
 
@@ -50,7 +53,9 @@ class NativeLaunch:
         self._restarts = launch.plan.options.spare or launch.plan.options.max_restarts
         self._rank_failed_at: float | None = None
         self._held: set[int] = set()  # signals for which not all ranks have a handler yet
-        self._reported_waiting = self._reported_orphans = self._ending = False
+        self._orphans: dict[str, str] = {}  # of the JoinServer, if they came first
+        self._orphaned_at = math.inf
+        self._reported_waiting = self._ending = False
 
     def run(self) -> None:
         method = self._plan.method
@@ -71,6 +76,7 @@ class NativeLaunch:
             status = self._wait_for_end()
             self._errors.drain()
             self._receive_last_reports()
+            self._note_orphans(status)
             self._ranks.close()
 
         self._note_reason()
@@ -155,28 +161,47 @@ class NativeLaunch:
             )
 
     def _end_if_left_behind(self, now: float) -> None:
-        """End the command if it runs long after all ranks: srun waits for a lost slurmstepd."""
-        ended_at, orphaned = self._ranks.ended_at, self._ranks.orphaned
-        seconds = _RETURN_SECONDS_OF_ORPHANS if orphaned else RETURN_SECONDS
-        if ended_at is not None and now >= ended_at + seconds:
-            host, text = orphaned or (None, "")
-            late = (
+        """End the command if it runs long after all ranks: it waits for a lost process or host."""
+        ended_at, lost = self._ranks.ended_at, sorted(self._result.lost_hosts)
+        seconds = _RETURN_SECONDS_OF_LOST if self._orphans or lost else RETURN_SECONDS
+        if ended_at is None or now < ended_at + seconds:
+            return
+        problem = (
+            f"the connection to {', '.join(lost)} was lost: the host or its network has failed. "
+            f"The other ranks have ended, but {self._program} has not. It will be ended"
+        )
+        if not lost:
+            problem = (
                 f"all ranks have ended, but {self._program} has not within {now - ended_at:.0f} s: "
                 "a process of the launcher on a host may be lost, and with it the exit status of "
                 f"a rank. {self._program} will be ended. Check the hosts"
             )
-            self._give_up(text or late, now, host=host)
+        self._give_up(problem, now, host=lost[0] if lost else None)
 
     def _handle_orphans(self, now: float) -> None:
-        """Leave out a host on which a process of the launcher is gone, for a spare; or say it."""
-        if self._ranks.orphaned is None or self._reported_orphans:
-            return
-        self._reported_orphans = True
-        host, text = self._ranks.orphaned
-        if self._plan.spares:
-            self._give_up(text, now, host=host, end_seconds=_END_SECONDS_OF_HANG)
-        else:
-            print_status(f"{text}. They go on")
+        """Leave out a host on which a process of the launcher was killed, for a spare; or say it.
+
+        What happens after a failure or a stop is no cause.
+        """
+        result, first = self._result, self._notices.first_cause
+        if not self._orphans and self._ranks.orphaned:
+            known = first is not None and first.kind != "killed"
+            if not (known or self._ending or result.status or result.was_stopped):
+                self._orphans, self._orphaned_at = dict(self._ranks.orphaned), now
+        for host, text in self._orphans.items():
+            if self._plan.spares:
+                self._give_up(text, now, host=host, end_seconds=_END_SECONDS_OF_HANG)
+            elif now >= self._orphaned_at + _GO_ON_SECONDS:
+                self._orphaned_at = math.inf
+                print_status(f"{text}. They go on")
+
+    def _note_orphans(self, status: int) -> None:
+        """Note that a host has failed, whatever its ranks or the command have reported then."""
+        self._handle_orphans(time.monotonic())
+        if len(self._orphans) == 1:
+            [(host, text)] = self._orphans.items()
+            self._notices.first_cause = Failure(text, "launch", None, host)
+            self._result.fail(text, time.monotonic(), status or 1, host=host)
 
     def _read_errors(self, events: int) -> None:
         self._errors.pass_on()

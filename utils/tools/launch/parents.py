@@ -1,17 +1,19 @@
 """Notice that what has started the ranks of a host is gone, while they go on.
 
 Where slurmstepd or a proxy of an MPI is killed, nobody ends its ranks, and the launcher never gets
-their output and exit status.
+their output and exit status. Some launchers wait for ever, and Open MPI 5 ends with status 0.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterable
 
 from ...host import process
 
-_END_SECONDS = 1.0  # a launcher's process may end a little before its ranks
+_END_SECONDS = 1.0  # for ranks to end by themselves
+_EXITING = 0x4  # in the flags of a process (PF_EXITING)
 
 
 class Parents:
@@ -29,11 +31,8 @@ class Parents:
 
     def lost(self) -> str:
         """Return the name of one that has left ranks alone; "" where none has, and not twice."""
-        if self._reported or not self._orphans():
-            return ""
-        time.sleep(_END_SECONDS)
-        orphans = self._orphans()
-        self._reported = bool(orphans)
+        orphans = [] if self._reported else self._orphans()
+        self._reported |= bool(orphans)
         return self._names[orphans[0][1]] if orphans else ""
 
     def end_orphans(self) -> None:
@@ -44,9 +43,20 @@ class Parents:
             process.kill([pid], process.session(pid))
 
     def _orphans(self) -> list[tuple[int, int]]:
-        """Return ranks that run and have another parent than before, and that one."""
+        """Return ranks that go on and have another parent than before, and that one."""
         return [
             (pid, parent)
             for pid, started, parent in self._ranks
-            if process.start_time(pid) == started and process.parent(pid) != parent
+            if process.start_time(pid) == started
+            and process.parent(pid) != parent
+            and not _is_ending(pid)
         ]
+
+
+def _is_ending(pid: int) -> bool:
+    """Return whether a process was killed, or ends: it may take seconds to free its memory."""
+    fields = process.stat(f"/proc/{pid}")[1]
+    if not fields or int(fields[6]) & _EXITING:
+        return True
+    pending = process.status(pid).get("ShdPnd", "0")
+    return bool(int(pending, 16) >> (signal.SIGKILL - 1) & 1)

@@ -180,10 +180,10 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
         # What is in another namespace is not seen from here.
         hidden = any(there != namespace for _, _, there in ranks)
         while (seen := [pid for pid, t, _ in ranks if process.start_time(pid) == t]) or hidden:
-            for message in watch.messages(time.monotonic()):
-                peer.send(message, CONNECT_SECONDS)
             if lost := parents.lost():
                 peer.send({"kind": "orphaned", "parent": lost}, CONNECT_SECONDS)
+            for message in watch.messages(time.monotonic()):
+                peer.send(message, CONNECT_SECONDS)
             seconds = watch.next_look or LONGEST_SECONDS
             before, handled = handled, [int(number) for number in HELD if _all_await(seen, number)]
             if handled != before:
