@@ -20,20 +20,20 @@ PROGRAM = str(Path(__file__).with_name("spare_program.py"))
 @pytest.fixture(scope="module")
 def lab(need: Callable[[str], Path]) -> Iterator[Lab]:
     need("hosts")
-    with Hosts(5, subnet="10.79.23") as hosts:
+    with Hosts(3, subnet="10.79.23") as hosts:
         yield Lab(hosts, hosts.start_sshd(), need)
 
 
 @pytest.fixture
 def job(lab: Lab, tmp_path: Path) -> Job:
-    return Job(lab, tmp_path, nodes=["h1", "h2", "h3", "h4"])
+    return Job(lab, tmp_path, nodes=["h1", "h2", "h3"])
 
 
 @pytest.fixture(scope="module")
 def loss(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What an undisturbed run prints."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = Job(lab, folder, nodes=["h1", "h2", "h3"]).run("ssh", PROGRAM, str(folder))
+    done = Job(lab, folder, nodes=["h1", "h2"]).run("ssh", PROGRAM, str(folder))
     assert done.status == 0, done.output
     return done.line("final loss")
 
@@ -71,7 +71,7 @@ def test_a_spare_takes_the_place_of_a_host(job: Job, loss: str, by: str, fault: 
         finally:
             if fault == "outside":
                 job.lab.hosts.set_link("h2", "up")
-    check(done, job.folder, loss, "h2", "h4", cause)
+    check(done, job.folder, loss, "h2", "h3", cause)
 
 
 def test_a_failure_that_names_no_host_ends_the_launch(job: Job) -> None:
@@ -83,12 +83,12 @@ def test_a_failure_that_names_no_host_ends_the_launch(job: Job) -> None:
 
 def test_the_host_of_the_launch_can_be_left_out_too(job: Job, loss: str) -> None:
     done = job.run("ssh", "--spare", "1", PROGRAM, str(job.folder), "gpu", "0")
-    check(done, job.folder, loss, "h1", "h4", "uncorrectable ECC error")
+    check(done, job.folder, loss, "h1", "h3", "uncorrectable ECC error")
 
 
 def test_without_another_spare_the_launch_ends_with_the_cause(job: Job) -> None:
     done = job.run("ssh", "--spare", "1", PROGRAM, str(job.folder), "gpu", "1", "always")
-    assert done.status == 1 and "restart 1 without h2, with h4 instead" in done.output, done.output
+    assert done.status == 1 and "restart 1 without h2, with h3 instead" in done.output, done.output
     assert "no restart: no spare host is left in the place of h3" in done.output and "restart 2" not in done.output
     assert "rank 1 on h3 failed: RuntimeError: CUDA error: uncorrectable ECC" in done.output.splitlines()[-1]
 
@@ -97,7 +97,7 @@ def test_a_spare_of_a_slurm_job(need: Callable[[str], Path]) -> None:
     """The host is cut off, and Slurm does not know it yet: the next step does not wait for it."""
     need("hosts")
     need("slurm")
-    with SlurmCluster(4, slurmd_timeout=300, subnet="10.79.24") as slurm:
+    with SlurmCluster(3, slurmd_timeout=300, subnet="10.79.24") as slurm:
         launches = Launches(slurm, slurm.work, need)
         loss = ""
         for fault in ("", "kill", "agent", "outside"):
@@ -105,7 +105,7 @@ def test_a_spare_of_a_slurm_job(need: Callable[[str], Path]) -> None:
             folder.mkdir()
             words = [PROGRAM, str(folder), *([fault, "1"] if fault else [])]
             line = launches.line("srun", "--spare", "1", "--hang-timeout", "5", *words)
-            job = launches.submit("-N4 -n4 --ntasks-per-node=1 --no-kill", line)
+            job = launches.submit("-N3 -n3 --ntasks-per-node=1 --no-kill", line)
             if fault:
                 failed = folder / "failed"
                 wait_until(lambda f=failed: f.exists() and f.read_text(), "the fault", seconds=90)  # type: ignore[misc]
@@ -117,4 +117,4 @@ def test_a_spare_of_a_slurm_job(need: Callable[[str], Path]) -> None:
             done = Result(0, slurm.output(job))
             loss = loss or done.line("final loss")
             if fault:
-                check(done, folder, loss, "node2", "node4", "node2")
+                check(done, folder, loss, "node2", "node3", "node2")

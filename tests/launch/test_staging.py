@@ -320,7 +320,8 @@ def test_a_folder_that_cannot_be_made(shared: Shared) -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_signal_while_packing_leaves_no_file(shared: Shared, name: str) -> None:
     (shared.packages / "heavy" / "data").write_bytes(bytes(300 << 20))
-    launch = subprocess.Popen(shared.words("-n", "1", "--independent"), stderr=subprocess.DEVNULL)
+    launch = subprocess.Popen(shared.words("-n", "1", "--independent"), stderr=subprocess.DEVNULL,
+                              preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # not that of nohup
     cache = shared.folder / "env" / ".ddpkit-stage"
     while not list(cache.glob(".*-*/tar")):
         time.sleep(0.002)
