@@ -47,7 +47,7 @@ class JoinServer(LaunchServer):
     it has not. lost_rank: a rank ended before all had joined. ended_at: when the last rank has
     ended, by time.monotonic(), as the hosts report it. watched: the rank of each host that has
     started the watch there, until that ends. orphaned: hosts where a process of the launcher has
-    ended before its ranks, and what has happened.
+    ended before its ranks, and what has happened; not for the command itself, command_pid.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class JoinServer(LaunchServer):
         self.watched: set[int] = set()
         self._handled: dict[int, list[int]] = {}  # signals, by ranks of watched
         self.orphaned: dict[str, str] = {}
+        self.command_pid = 0
         self._end_reported = False
         self.ended_at: float | None = None
         self.complete = self.lost_rank = False
@@ -152,12 +153,13 @@ class JoinServer(LaunchServer):
         if message["kind"] == "handled":
             self._handled[index] = message["signals"]
         if message["kind"] == "orphaned":
-            host = self._joined[index].host[0]
-            self.orphaned[host] = (
-                f"{message['parent']} on {host} has ended before the ranks that it had started "
-                "there: it was killed, or has failed. Their output and exit status are lost. See "
-                "dmesg there"
+            host, (pid, parent) = self._joined[index].host[0], message["parent"]
+            text = (
+                f"{parent} on {host} has ended before the ranks that it had started there: it was "
+                "killed, or has failed. Their output and exit status are lost. See dmesg there"
             )
+            if (host, pid) != (socket.gethostname(), self.command_pid):
+                self.orphaned[host] = text
         self._end_reported |= message["kind"] == "done"
 
     def client_lost(self, index: int) -> None:

@@ -66,7 +66,7 @@ class NativeLaunch:
             self._plan.environ,
             subprocess.PIPE if method.reports_errors else None,
         )
-        self._pid = child.pid if child else 0
+        self._pid = self._ranks.command_pid = child.pid if child else 0
         if child is not None and child.stderr is not None:
             self._errors = SrunErrors(child.stderr)
             self._loop.add(self._errors, self._read_errors)
@@ -196,10 +196,11 @@ class NativeLaunch:
                 print_status(f"{text}. They go on")
 
     def _note_orphans(self, status: int) -> None:
-        """Note that a host has failed, whatever its ranks or the command have reported then."""
+        """Note that hosts have failed, whatever their ranks or the command have reported then."""
         self._handle_orphans(time.monotonic())
-        if len(self._orphans) == 1:
-            [(host, text)] = self._orphans.items()
+        if self._orphans and not self._result.was_stopped:
+            host, *more = self._ranks.orphaned
+            text = self._ranks.orphaned[host] + f". The same on {', '.join(more)}" * bool(more)
             self._notices.first_cause = Failure(text, "launch", None, host)
             self._result.fail(text, time.monotonic(), status or 1, host=host)
 

@@ -29,11 +29,11 @@ class Parents:
         self._names = {pid: process.name(pid) for pid in self.pids}
         self._reported = False
 
-    def lost(self) -> str:
-        """Return the name of one that has left ranks alone; "" where none has, and not twice."""
+    def lost(self) -> tuple[int, str] | None:
+        """Return the id and name of one that has left ranks alone; None for none, and not twice."""
         orphans = [] if self._reported else self._orphans()
         self._reported |= bool(orphans)
-        return self._names[orphans[0][1]] if orphans else ""
+        return (orphans[0][1], self._names[orphans[0][1]]) if orphans else None
 
     def end_orphans(self) -> None:
         """Kill the ranks that have been left alone, if they do not end by themselves."""
