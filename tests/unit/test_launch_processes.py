@@ -178,6 +178,15 @@ def test_launcher_that_does_not_return_after_all_ranks_is_ended(
     assert "all ranks have ended, but mpiexec has not within" in capfd.readouterr().err
 
 
+def test_rank_that_ends_first_is_named_where_the_launcher_names_none(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As Hydra, which kills the other ranks at once."""
+    rank = 'sleep $((1 + 60 * (1 - RANK))); kill -9 $$'
+    assert run(started_by_mpiexec(tmp_path, "wait $!; kill -9 $(jobs -p); exit 255", "sh", "-c", rank)) == 255
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"exit status 255. The first to end was rank 1 on {socket.gethostname()}"), last
+
+
 def test_launcher_that_waits_for_a_lost_host_is_ended(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     lost = JoinServer.client_lost

@@ -48,6 +48,7 @@ class JoinServer(LaunchServer):
     ended, by time.monotonic(), as the hosts report it. watched: the rank of each host that has
     started the watch there, until that ends. orphaned: hosts where a process of the launcher has
     ended before its ranks, and what has happened; not for the command itself, command_pid.
+    ends: ranks that have ended, in the order of the reports: time.monotonic(), rank, host.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class JoinServer(LaunchServer):
         self._handled: dict[int, list[int]] = {}  # signals, by ranks of watched
         self.orphaned: dict[str, str] = {}
         self.command_pid = 0
+        self.ends: list[tuple[float, int, str]] = []
         self._end_reported = False
         self.ended_at: float | None = None
         self.complete = self.lost_rank = False
@@ -160,6 +162,10 @@ class JoinServer(LaunchServer):
             )
             if (host, pid) != (socket.gethostname(), self.command_pid):
                 self.orphaned[host] = text
+        if message["kind"] == "ended":
+            for rank, joined in self._joined.items():
+                if (joined.host, joined.process[0]) == (self._joined[index].host, message["pid"]):
+                    self.ends.append((time.monotonic(), rank, joined.host[0]))
         self._end_reported |= message["kind"] == "done"
 
     def client_lost(self, index: int) -> None:

@@ -36,6 +36,7 @@ _END_SECONDS_OF_HANG = (
 )
 RETURN_SECONDS = 60.0  # after the end of all ranks
 _RETURN_SECONDS_OF_LOST = 5.0  # the same where it is known to wait for a process or a host
+_LAST_SECONDS = 2.0  # before the end of a command: a rank that ended then may be what ended it
 _GO_ON_SECONDS = 5.0  # after which a launcher that has lost a process on a host has not ended
 _REPORT_SECONDS = 0.5
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
@@ -281,12 +282,26 @@ class NativeLaunch:
             )
         else:
             who = "" if by_signal or status < 128 else "reports that a rank "
-            ended = f"{self._program} {who}{describe_status(status)}"
-            self._result.fail(ended, time.monotonic(), status)
+            self._note_first_end(f"{self._program} {who}{describe_status(status)}", status)
 
         if not self._ranks.complete:
             self._print_missing()
         return status
+
+    def _note_first_end(self, text: str, status: int) -> None:
+        """Note that the command has failed, and which rank was the first to end just before.
+
+        Hydra kills the other ranks before one of them can report that it has lost the first.
+        """
+        now = time.monotonic()
+        late = [end for end in self._ranks.ends if end[0] > now - _LAST_SECONDS]
+        if not late or not self._ranks.complete:
+            self._result.fail(text, now, status)
+            return
+        _, rank, host = late[0]
+        text += f". The first to end was rank {rank} on {host}"
+        kind = "killed" if status >= 128 else "status"
+        self._result.fail(text, now, status, kind=kind, rank=rank, host=host)
 
     def _rank_failed_by_itself(self) -> bool:
         first = self._errors.first

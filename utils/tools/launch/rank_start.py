@@ -150,9 +150,9 @@ def _all_await(pids: Iterable[int], number: int) -> bool:
 def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
     """Start a process that reports to ddpkit launch on the ranks of this host.
 
-    It reports their groups, which signals of HELD all of them handle, that what has started them is
-    gone (slurmstepd, a proxy of an MPI), and their end. Ranks that nobody else can end any more end
-    with the launch.
+    It reports their groups, which signals of HELD all of them handle, the end of each, and that
+    what has started them is gone (slurmstepd, a proxy of an MPI). Ranks that nobody else can end
+    any more end with the launch.
 
     It is no child of this process, which becomes the user's program, and holds nothing but the
     connection. It ends with it, or with the ranks. Return at once.
@@ -172,9 +172,12 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
         parents = Parents(pid for pid, _, there in ranks if there == namespace)
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(peer, select.POLLIN)
+        watched = dict[int, int]()  # by descriptor
         for pid in [*(pid for pid, _, _ in ranks), *parents.pids]:
             with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
-                poll.register(os.pidfd_open(pid), select.POLLIN)
+                watched[os.pidfd_open(pid)] = pid
+        for descriptor in watched:
+            poll.register(descriptor, select.POLLIN)
         watch = GroupWatch(launch_id, response["watched_ranks"])
         started, handled = time.monotonic(), list[int]()
         # What is in another namespace is not seen from here.
@@ -195,6 +198,7 @@ def _report_on_ranks(peer: Channel, launch_id: str, response: Message) -> None:
                     parents.end_orphans()
                     return
                 poll.unregister(ready)
+                peer.send({"kind": "ended", "pid": watched[ready]}, CONNECT_SECONDS)
         if watch.ended_without_group():
             peer.send({"kind": "copies", "running": False}, CONNECT_SECONDS)
         peer.send({"kind": "done"}, CONNECT_SECONDS)
