@@ -58,6 +58,13 @@ XID = attempt("exception", text="rank 1 on n2 failed: RuntimeError: CUDA error: 
     ([RAISED, RAISED], 1, 1, (), "same failure twice"),
     ([RAISED, attempt("exception", host="n3", rank=2, text="rank 2 on n3 failed: ValueError: bad batch 17")],
      1, 1, (), "same failure twice"),
+    # A wrong argument: each time another rank is the first, whose exit status need not be known.
+    ([attempt("exception", text="rank 0 on n1 failed: SystemExit: 2. Rank 0 ended with exit status 2", host="n1"),
+      attempt("exception", text="rank 1 on n2 failed: SystemExit: 2. Rank 1 ended with exit status 2")],
+     1, 9, (), "same failure twice"),
+    ([attempt("exception", text="rank 0 on n1 failed: SystemExit: 2", host="n1"),
+      attempt("exception", text="rank 1 on n2 failed: SystemExit: 2. Rank 1 ended with exit status 2")],
+     1, 9, (), "same failure twice"),
     ([RAISED, attempt("exception", text="rank 1 on n2 failed: ValueError: bad batch 23")], 1, 1, (), ""),
     ([RAISED, attempt("exception", checkpoint=500)], 1, 1, (), ""),
     ([RAISED, attempt("exception", seconds=3600.0)], 1, 1, (), ""),

@@ -32,6 +32,7 @@ PROGRESS_SECONDS = 600.0
 _NEVER = ("stop", "command")
 _CERTAIN = ("lost", "bad host")
 _SUSPECTED = ("killed", "hang")
+_OF_LAUNCHER = r"\. (?:Rank \d+ (?:was )?ended |Slurm reports: ).*"
 _KILLED = re.compile(r"SIGKILL|SIGBUS|exit status (?:137|135)")
 
 
@@ -130,11 +131,13 @@ def _same(first: Attempt, second: Attempt) -> bool:
 
 
 def _plain(failure: Failure) -> str:
-    """Return the failure without what differs where it comes again: rank, host, addresses.
+    """Return the failure without what differs where it comes again: rank, host, addresses, and
+    what the launcher adds of its end, which it need not know each time.
 
     The numbers of an exception stay: "bad batch 17" and "bad batch 23" are not the same.
     """
-    text = failure.text.replace(failure.host, "#") if failure.host else failure.text
+    text = re.sub(_OF_LAUNCHER, "", failure.text, flags=re.DOTALL)
+    text = text.replace(failure.host, "#") if failure.host else text
     numbers = r"\branks? [\d,-]+|\b0x[0-9a-f]+" if failure.kind == "exception" else r"\d+"
     return f"{failure.kind}: {re.sub(numbers, '#', text)}"
 
