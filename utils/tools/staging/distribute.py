@@ -207,8 +207,9 @@ def _send_by_sbcast(
     program = shutil.which("sbcast")
     if program is None or os.environ.get("SLURM_JOB_NUM_NODES") != str(hosts):
         return ""
-    with suppress(OSError):  # another node may have the folder
+    with suppress(OSError):  # no such folder here, but perhaps on the other nodes: sbcast finds out
         if free_bytes(os.path.dirname(target)) < archive.size + needed_bytes(archive):
+            note(f"staging: no room for sbcast's file. Each node reads {archive.path} itself")
             return ""
     start = time.monotonic()
     # Each block reaches all before the next one is sent, in FANOUT * log(hosts) / log(FANOUT) times
