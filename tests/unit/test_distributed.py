@@ -134,7 +134,7 @@ def test_unknown_effects_and_hangs_without_the_monitor_are_refused(monkeypatch: 
 
 IF_IS_MAIN = """
 from utils import setup_distributed
-with setup_distributed("gloo", collective_timeout=40) as job:  # explained after 36 s: 4 s earlier, on a loaded machine too
+with setup_distributed("gloo", collective_timeout=40) as job:  # explained 4 s before torch ends it
     job.all_reduce_mean(1.0)
     if job.is_main:
         job.barrier()
