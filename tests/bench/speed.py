@@ -140,11 +140,12 @@ def main() -> None:
         if args.nanogpt:
             (folder / "configurator.py").symlink_to(args.nanogpt / "configurator.py")
         with ThreadPoolExecutor(2 if args.small else 3) as pool:
-            predicted = list(pool.map(lambda size: predict(size, folder, gpu, precision), sizes))
+            predicted = list(pool.map(lambda size: None if time.monotonic() > end else predict(
+                size, folder, gpu, precision), sizes))
         for mode in args.modes:
             for size, prediction in zip(sizes, predicted, strict=True):
                 tokens = size["batch"] * size["accumulate"] * size["context"]
-                if time.monotonic() > end:
+                if prediction is None or time.monotonic() > end:
                     report.add(f"| {tokens:,} | {mode} | not measured: the time was over | | | | | | | |")
                     continue
                 measured = measure(mode, size, folder, args)
