@@ -1,6 +1,6 @@
 """A training of 8 ranks on 4 hosts that hangs in 15 ways, or pauses longer than the limit, which is no hang.
 
-The hosts are network namespaces (root). Each has one process that imports torch once and forks the ranks.
+The hosts are network namespaces (root). One process imports torch and forks the ranks, which enter their hosts.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.cluster.hosts import Hosts, wait_until
+from tests.cluster.hosts import CLEAN_ENV, Hosts, wait_until
 from utils.host import process
 
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
@@ -119,28 +119,33 @@ def never_return(_: Any) -> None:
     threading.Event().wait()
 
 
-def compute(seconds: float) -> None:
+def compute(seconds: float, share: float = 0.4) -> None:
+    """Compute for so long, on so much of a core: a rank is busy from 0.2, and idle below 0.01 and 0.05 s."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        sum(range(10_000))
+    while (now := time.monotonic()) < end:
+        while time.monotonic() < now + 0.02:
+            sum(range(10_000))
+        time.sleep(0.02 / share - 0.02)
 
 
 def pause(kind: str, job: Any, seconds: float, folder: Path) -> None:
-    """Compute or write on all ranks, compile in a child process, or work on rank 0 while the others wait.
+    """Write on all ranks, or work on one: while the others wait for it in a collective, or while they are idle.
 
-    "evaluate" reports its progress, "busy" does not.
+    "evaluate" reports its progress, "busy" does not. "compile" computes in a child process.
     """
+    if kind == "busy" and job.rank == 0:
+        compute(seconds)
+    if kind in ("compute", "compile"):
+        compiler = f"from tests.faults.hangs import compute; compute({seconds}, 0.2)"
+        if job.rank != BAD:
+            time.sleep(seconds)
+        elif kind == "compute":
+            compute(seconds, 0.2)
+        else:  # the rank itself waits
+            subprocess.run([sys.executable, "-c", compiler], check=True)
     end = time.monotonic() + seconds
-    if kind == "compile":  # the rank itself waits
-        compiler = ("import time; end = time.monotonic() + {}\n"
-                    "while time.monotonic() < end: sum(range(10_000)); time.sleep(0.01)")
-        subprocess.run([sys.executable, "-c", compiler.format(seconds)], check=True)
-    on_all = kind in ("compute", "write")
-    while time.monotonic() < end and (on_all or kind in ("evaluate", "busy") and job.rank == 0):
-        if kind in ("compute", "busy"):
-            sum(range(10_000))
-            time.sleep(0.002 if on_all else 0)
-        elif kind == "write":
+    while time.monotonic() < end and (kind == "write" or kind == "evaluate" and job.rank == 0):
+        if kind == "write":
             with open(folder / f"data{job.rank}", "wb") as file:
                 file.write(b"x" * 2_000_000)
                 os.fsync(file.fileno())
@@ -152,9 +157,14 @@ def pause(kind: str, job: Any, seconds: float, folder: Path) -> None:
 
 def serve_host() -> None:
     """Fork a rank for each line of standard input, and write its exit status to a file when it has ended."""
+    from tests.faults import quick_imports
+
+    # isort: split
+    import torch._dynamo  # by fully_shard()
     import torch.distributed.fsdp
     import torch.utils.data  # noqa: F401
 
+    quick_imports.done()
     print("ready", flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -171,8 +181,18 @@ def serve_host() -> None:
             os._exit(0)
 
 
+def enter_host(holder: int) -> None:
+    """Enter the namespaces of a host. os.setns() is in Python from 3.12 on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "mnt"):
+        with open(f"/proc/{holder}/ns/{kind}") as file:
+            if libc.setns(file.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"setns() to {file.name}")
+
+
 def run_rank(task: dict[str, Any]) -> None:
     folder, rank = Path(task["folder"]), task["env"]["RANK"]
+    enter_host(task["holder"])
     os.chdir(folder)
     os.environ.update(task["env"])
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -199,16 +219,18 @@ class Result(NamedTuple):
 
 
 class HangLab:
-    """Four hosts that fork ranks."""
+    """Four hosts with the ranks that a process forks for them."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts, self._runs, self._starting = hosts, 0, threading.Lock()
-        command = [sys.executable, __file__]
-        environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-        self._servers = {host: hosts.popen(host, command, env=environment, stdin=subprocess.PIPE,
-                                           stdout=subprocess.PIPE) for host in hosts.hosts}
-        for server in self._servers.values():
-            assert server.stdout and server.stdout.readline() == "ready\n"
+        environment = {**CLEAN_ENV, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen([sys.executable, __file__], env=environment, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._server.stdout and self._server.stdout.readline() == "ready\n"
+
+    def close(self) -> None:
+        with self._server:
+            self._server.kill()
 
     def run(self, kind: str, limit: float, seconds: float = 60, lost_seconds: int | None = None) -> Result:
         """Start all ranks; return when they have ended, or after so many seconds.
@@ -252,9 +274,10 @@ class HangLab:
             host = self.hosts.hosts[rank // 2]
             env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
                    "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(port)}
-            pipe = self._servers[host].stdin
+            pipe = self._server.stdin
             assert pipe
-            task = {"kind": kind, "limit": limit, "folder": str(folder), "env": env, "lost_seconds": lost_seconds}
+            task = {"kind": kind, "limit": limit, "folder": str(folder), "env": env, "lost_seconds": lost_seconds,
+                    "holder": self.hosts.pid(host)}
             pipe.write(json.dumps(task) + "\n")
             pipe.flush()
 

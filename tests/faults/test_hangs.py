@@ -1,6 +1,7 @@
 """Hangs of 8 ranks on 4 hosts, and pauses that are none. tests/unit/test_hang_watch.py needs no processes."""
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -50,8 +51,8 @@ LOST = (r"A host is lost: no response for \d+ s.*\n(?:ddpkit-failure .*\n)?rank 
 @pytest.fixture(scope="module")
 def hang_lab(need: Callable[[str], Path]) -> Iterator[HangLab]:
     need("hosts")
-    with Hosts(4) as hosts:
-        yield HangLab(hosts)
+    with Hosts(4) as hosts, contextlib.closing(HangLab(hosts)) as lab:
+        yield lab
 
 
 def check(result: Result, cause: str, kind: str) -> None:
@@ -115,7 +116,7 @@ def test_pauses_are_no_hang(hang_lab: HangLab) -> None:
     for kind, result in results.items():
         assert result.statuses == [0] * 8 and "The ranks hang" not in result.output, (kind, result.output)
     for kind, notices in (("evaluate", 0), ("busy", 1)):
-        found = re.findall(r"rank 0 on h1 .* is busy \(.*core.*\) at .*hangs.py, line \d+, in pause. .*report_progress"
-                           r"\(\) there, or set a larger hang_timeout. Otherwise the job ends after 12 s",
+        found = re.findall(r"rank 0 on h1 .* is busy \(.*core.*\) at .*hangs.py, line \d+, in compute. .*report_"
+                           r"progress\(\) there, or set a larger hang_timeout. Otherwise the job ends after 12 s",
                            results[kind].output)
         assert len(found) == notices, results[kind].output
