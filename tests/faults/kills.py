@@ -31,12 +31,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["OMP_NUM_THREADS"] = "1"  # sums in the same order in each start
+from tests.faults import quick_imports
+
+# isort: split
 import torch._dynamo  # by the first DDP or optimizer
 import torch.distributed
 import torch.nn.parallel
 import torch.utils.data  # noqa: F401 - imported once for all runs
 
 from utils.metrics.run_log import FILE_NAME, parse_line
+
+quick_imports.done()
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 300.0
@@ -148,6 +153,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.preload:
         importlib.import_module(args.preload)
+        quick_imports.done()
     kills = same_kills = 0
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         output, whole, folder = (Path(name) / part for part in ("output", "whole", "killed"))

@@ -21,15 +21,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["OMP_NUM_THREADS"] = "1"  # sums in the same order under every launcher
+from tests.faults import quick_imports
+
+# isort: split
 from ddpkit.checkpoint import Checkpointer, disk, load_part
 from ddpkit.preemption import StopSignal
 
 # isort: split
 import torch
+import torch._dynamo  # by the first optimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.unit.checkpoint_states import ChangedDisk
+
+quick_imports.done()
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "05_survive.py"
 

@@ -25,6 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["OMP_NUM_THREADS"] = "2"
+from tests.faults import quick_imports  # by spawned workers, too
+
+# isort: split
 import numpy
 import torch
 import torch.distributed
@@ -33,6 +36,8 @@ from torch.utils.data import DataLoader
 from utils import setup_distributed
 from utils.checkpoint import Checkpointer
 from utils.preemption import EXIT_REQUEUE, StopSignal
+
+quick_imports.done()
 
 LIMIT_SECONDS = 200.0
 
