@@ -13,7 +13,8 @@ import pytest
 
 from tests.cluster.hosts import killed_at_end, wait_until
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import ROOT, TORCHRUN, Lab
+from tests.faults.programs import run_ranks
+from tests.launch.launchers import ROOT, Lab
 
 pytest.importorskip("submitit")
 
@@ -23,13 +24,10 @@ SUBMIT = [sys.executable, str(ROOT / "examples" / "04_submitit.py"), *EPOCHS]
 
 
 @pytest.fixture(scope="module")
-def expected() -> str:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The last line of 01_ddp_minimal.py on two ranks."""
-    minimal = [str(ROOT / "examples" / "01_ddp_minimal.py"), *EPOCHS]
-    done = subprocess.run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *minimal], capture_output=True,
-                          text=True, timeout=120, env={**os.environ, **THREADS})
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    minimal = str(ROOT / "examples" / "01_ddp_minimal.py")
+    return run_ranks(tmp_path_factory.mktemp("minimal"), minimal, (2, EPOCHS)).splitlines()[-1]
 
 
 def assert_resumes(process: subprocess.Popen[str], preempt: Callable[[str], object], expected: str) -> tuple[str, str]:
