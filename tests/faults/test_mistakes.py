@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT
+from tests.faults import mistakes
 from tests.faults.mistakes import HEALTHY, MISTAKES, UNNOTICED
+from tests.faults.programs import run_ranks
 from tests.unit.programs import python
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, list[str]]:
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What two ranks have said about each scenario."""
-    done = python("tests/faults/mistakes.py", ranks=2)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    output = run_ranks(tmp_path_factory.mktemp("said"), mistakes.__file__, (2, []))
+    [line] = [line for line in output.splitlines() if line.startswith('{"ddp_forgotten')]
+    return json.loads(line)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
