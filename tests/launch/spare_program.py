@@ -16,7 +16,6 @@ import torch
 from ddpkit import setup_distributed
 from ddpkit.checkpoint import Checkpointer
 from ddpkit.metrics import Metrics
-from torch.nn.parallel import DistributedDataParallel
 
 STEPS, FAULT_STEP = 30, 12
 
@@ -36,24 +35,33 @@ def fail(fault: str) -> None:
         time.sleep(3600)
 
 
+@torch.no_grad()
+def update(model: torch.nn.Module, momentum: list[torch.Tensor], world_size: int) -> None:
+    """A step of stochastic gradient descent with the mean of all ranks' gradients."""
+    for parameter, velocity in zip(model.parameters(), momentum, strict=True):
+        torch.distributed.all_reduce(parameter.grad)
+        velocity.mul_(0.9).add_(parameter.grad, alpha=1 / world_size)
+        parameter.sub_(velocity, alpha=0.1)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     fault, bad_rank = (sys.argv[2], int(sys.argv[3])) if len(sys.argv) > 2 else ("", -1)
     with setup_distributed("gloo") as dist:
         torch.manual_seed(7)
-        model = DistributedDataParallel(torch.nn.Linear(64, 64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model = torch.nn.Linear(64, 64)  # without a DDP, whose import of torch._dynamo takes as long as that of torch
+        momentum = [torch.zeros_like(parameter) for parameter in model.parameters()]
         metrics = Metrics(dist, folder)
-        state = {"model": model, "optimizer": optimizer, "metrics": metrics, "step": 0}
+        state = {"model": model, "momentum": momentum, "metrics": metrics, "step": 0}
         with Checkpointer(folder / "checkpoints", every=5) as checkpoints, metrics:
             found = checkpoints.load_latest(state)
             first = found.step if found else 0
             for step in range(first + 1, STEPS + 1):
                 torch.manual_seed(100 * step + dist.rank)
                 loss = (model(torch.rand(16, 64)) - 1).square().mean()
-                optimizer.zero_grad()
+                model.zero_grad()
                 loss.backward()
-                optimizer.step()
+                update(model, momentum, dist.world_size)
                 loss = dist.all_reduce_mean(loss.detach())
                 metrics.log(step, loss=loss)
                 time.sleep(0.1)

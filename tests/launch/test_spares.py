@@ -94,28 +94,22 @@ def test_without_another_spare_the_launch_ends_with_the_cause(job: Job) -> None:
     assert "rank 1 on h3 failed: RuntimeError: CUDA error: uncorrectable ECC" in done.output.splitlines()[-1]
 
 
-def test_a_spare_of_a_slurm_job(need: Callable[[str], Path]) -> None:
-    """The host is cut off, and Slurm does not know it yet: the next step does not wait for it."""
+def test_a_spare_of_a_slurm_job(need: Callable[[str], Path], loss: str) -> None:
+    """When the host is cut off, and Slurm does not know it yet, the next step does not wait for it."""
     need("hosts")
     need("slurm")
     with SlurmCluster(3, slurmd_timeout=300, subnet="10.79.24") as slurm:
         launches = Launches(slurm, slurm.work, need)
-        loss = ""
-        for fault in ("", "kill", "agent", "outside"):
+        for fault in ("kill", "agent", "outside"):
             folder = slurm.work / f"fault-{fault}"
             folder.mkdir()
-            words = [PROGRAM, str(folder), *([fault, "1"] if fault else [])]
-            line = launches.line("srun", "--spare", "1", "--hang-timeout", "5", *words)
+            line = launches.line("srun", "--spare", "1", "--hang-timeout", "5", PROGRAM, str(folder), fault, "1")
             job = launches.submit("-N3 -n3 --ntasks-per-node=1 --no-kill", line)
-            if fault:
-                failed = folder / "failed"
-                wait_until(lambda f=failed: f.exists() and f.read_text(), "the fault", seconds=90)  # type: ignore[misc]
+            failed = folder / "failed"
+            wait_until(lambda f=failed: f.exists() and f.read_text(), "the fault", seconds=90)  # type: ignore[misc]
             if fault == "outside":
                 slurm.set_link("node2", "down")
                 slurm.wait_for(job, {"COMPLETING"}, 150)  # Slurm waits for the other host
             else:
                 slurm.wait(job, 150)
-            done = Result(0, slurm.output(job))
-            loss = loss or done.line("final loss")
-            if fault:
-                check(done, folder, loss, "node2", "node3", "node2")
+            check(Result(0, slurm.output(job)), folder, loss, "node2", "node3", "node2")
