@@ -18,7 +18,7 @@ GROUPS = str(ROOT / "tests" / "launch" / "groups.py")
 PUBLIC = str(ROOT / "tests" / "launch" / "public_code.py")
 MEET = [sys.executable, str(RANK_PROGRAM), "--join"]  # not under torchrun, whose store needs torch
 SHOW = [sys.executable, str(RANK_PROGRAM), "--torch"]
-MINIMAL = ["env", "OMP_NUM_THREADS=1", sys.executable, str(ROOT / "examples" / "01_ddp_minimal.py"), "--epochs", "1"]
+TRAIN = ["env", "OMP_NUM_THREADS=1", sys.executable, str(ROOT / "tests" / "launch" / "training.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 # Writes the process id of each rank to a folder, and trains until a hang is found, after 2 s.
@@ -64,6 +64,14 @@ class Result:
         found = [line for line in self.output.splitlines() if line.startswith(start)]
         assert len(found) == 1, f"{len(found)} lines start with {start!r} in:\n{self.output}"
         return found[0]
+
+
+@functools.cache
+def final_loss() -> str:
+    """What TRAIN prints in one process, which is this one."""
+    from tests.launch.training import train
+
+    return train(0, 1, lambda tensor: tensor)
 
 
 def assert_met(done: Result, hosts: str, launcher: str) -> None:
@@ -152,10 +160,3 @@ class Lab:
             shown = (late.stdout or b"").decode(errors="replace")
             raise AssertionError(f"did not end within {seconds} s:\n{shown}") from None
         return Result(process.returncode, output)
-
-    @functools.cached_property
-    def minimal_loss(self) -> str:
-        """The final loss of 01_ddp_minimal.py on three ranks of torchrun on one host."""
-        done = self.run("h1", [*TORCHRUN, "--standalone", "--nproc-per-node=3", *MINIMAL[3:]])
-        assert done.status == 0, done.output
-        return done.line("final loss:")

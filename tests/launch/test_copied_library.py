@@ -13,7 +13,7 @@ from tests.launch.launchers import ROOT, STARTED, TORCHRUN, Lab
 
 ARGUMENTS = {"01_ddp_minimal": ["--epochs", "1"], "02_distributed_sampler": [],
              "05_survive": ["--epochs", "1", "--folder", "survive"]}
-PAIRS = [("torchrun", "05_survive"), ("mpich5", "01_ddp_minimal"), ("srun", "02_distributed_sampler")]
+PAIRS = [("torchrun", "05_survive"), ("openmpi5", "01_ddp_minimal"), ("srun", "02_distributed_sampler")]
 
 
 @pytest.mark.parametrize(("by", "example"), PAIRS)
@@ -32,6 +32,6 @@ def test_a_copy_trains(by: str, example: str, tmp_path: Path, lab: Lab, request:
         done = lab.run("h1", [*TORCHRUN, "--standalone", "--nproc-per-node=2", *program])
     else:
         done = lab.mpi(by, "h1 h2", [sys.executable, *program])
-    launcher = {"mpich5": "mpich", "srun": "slurm"}.get(by, by)
+    launcher = {"openmpi5": "openmpi", "srun": "slurm"}.get(by, by)
     assert done.status == 0 and f"2 ranks on {1 if by == 'torchrun' else 2} host" in done.output, done.output
     assert f", {STARTED[launcher]}," in done.output, done.output

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Hosts
-from tests.launch.launchers import MEET, MINIMAL, MPIS, SHOW, STARTED, TORCHRUN, Lab, Result, assert_met
+from tests.launch.launchers import MEET, MPIS, SHOW, STARTED, TORCHRUN, TRAIN, Lab, Result, assert_met, final_loss
 from utils.host.cores import parse_ranges, read_topology
 
 LIBRARIES = [sys.executable, str(Path(__file__).with_name("libraries.py"))]
 ON_TWO_HOSTS = "h1 h1 h2 h2"
 
 
-def assert_trained(lab: Lab, done: Result, hosts: int, launcher: str) -> None:
+def assert_trained(done: Result, hosts: int, launcher: str) -> None:
     assert done.status == 0, done.output
     assert f"3 ranks on {hosts} hosts, {STARTED[launcher]}," in done.output, done.output
     assert done.line("network: TCP over ").endswith(" (gloo)")
     assert re.fullmatch(r"started in [\d.]+ s: imports [\d.]+, exchange [\d.]+, process group [\d.]+ "
                         r"\(slowest: h[123]\)", done.line("started in ")), done.output
-    assert done.line("final loss:") == lab.minimal_loss
+    assert done.line("final loss:") == final_loss()
     # Every host has the CPUs of this machine. Its ranks divide them if there are two cores for each of them.
     shared = [parse_ranges(text) for text in done.line("  CPUs of rank").split(": ")[1].split(":")]
     topology, allowed = read_topology(), os.sched_getaffinity(0)
@@ -36,13 +36,13 @@ def assert_trained(lab: Lab, done: Result, hosts: int, launcher: str) -> None:
 @pytest.mark.parametrize(("mpi", "hosts"), [("mpich5", "h1 h1 h2"), ("intel", "h2 h2 h3"), ("openmpi5", "h1 h2 h1")])
 def test_same_loss_under_mpiexec(lab: Lab, mpi: str, hosts: str) -> None:
     env = lab.mpi4py(mpi) if mpi == "openmpi5" else None  # by which rank 0 broadcasts its address
-    assert_trained(lab, lab.mpi(mpi, hosts, MINIMAL, env=env), 2, MPIS[mpi][1])
+    assert_trained(lab.mpi(mpi, hosts, TRAIN, env=env), 2, MPIS[mpi][1])
 
 
 def test_same_loss_with_ranks_set_by_hand(lab: Lab) -> None:
-    done = lab.together([(f"h{rank + 1}", MINIMAL, {
+    done = lab.together([(f"h{rank + 1}", TRAIN, {
         "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "h1", "MASTER_PORT": "29422"}) for rank in range(3)])
-    assert_trained(lab, done, 3, "env")
+    assert_trained(done, 3, "env")
 
 
 @pytest.mark.parametrize(("mpi", "hosts", "when"), [

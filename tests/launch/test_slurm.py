@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm import SlurmCluster
-from tests.launch.launchers import MEET, MINIMAL, MPIS, ROOT, SHOW, TORCHRUN, Lab, Result, assert_met
+from tests.launch.launchers import MEET, MPIS, ROOT, SHOW, TORCHRUN, TRAIN, Result, assert_met, final_loss
 
 RANK = shlex.join(MEET)
 EXPLAIN = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "utils.launchers"])
@@ -49,23 +49,23 @@ def test_every_task_of_a_step_is_the_rank_that_slurm_says(slurm: SlurmCluster) -
         assert_step(done, name, hosts)
 
 
-def test_rank_0_may_be_on_any_node(slurm: SlurmCluster, lab: Lab) -> None:
+def test_rank_0_may_be_on_any_node(slurm: SlurmCluster) -> None:
     hostfile = slurm.work / "hostfile"
     hostfile.write_text("node2\nnode1\nnode1\n")
     srun = "-n3 -m arbitrary"  # newer Slurms refuse -N beside it
     done = slurm.run(["sh", "-c", step("any", srun)], env={"SLURM_HOSTFILE": str(hostfile)})
     assert_step(done, "any", "node2 node1 node1")
-    done = slurm.run(["srun", *srun.split(), "--mpi=pmi2", *MINIMAL], env={"SLURM_HOSTFILE": str(hostfile)})
+    done = slurm.run(["srun", *srun.split(), "--mpi=pmi2", *TRAIN], env={"SLURM_HOSTFILE": str(hostfile)})
     assert done.status == 0 and "3 ranks on 2 hosts, started by srun (Slurm)," in done.output, done.output
-    assert done.line("final loss:") == lab.minimal_loss
+    assert done.line("final loss:") == final_loss()
 
 
 def test_ranks_of_plain_srun_share_no_secret(slurm: SlurmCluster) -> None:
-    srun = ["srun", "--mpi=none", "-N2", "-n3", "-m", "cyclic", *MINIMAL]
-    done = slurm.run(srun)
-    assert done.status == 0 and "final loss:" in done.output, done.output
+    srun = ["srun", "--mpi=none", "-N2", "-n3", "-m", "cyclic"]
+    done = slurm.run([*srun, *SHOW])
+    assert done.status == 0 and all(f"\nrank {rank} of 3\n" in done.output for rank in range(3)), done.output
     assert "connections not authenticated" in done.output, done.output
-    required = slurm.run(srun, env={"DDPKIT_REQUIRE_SECRET": "1"})
+    required = slurm.run([*srun, *MEET], env={"DDPKIT_REQUIRE_SECRET": "1"})  # the same exchange
     assert required.status != 0 and "share no secret" in required.output, required.output
 
 
@@ -102,10 +102,10 @@ def test_launchers_below_srun(slurm: SlurmCluster, need: Callable[[str], Path]) 
 
 
 def test_torchrun_of_its_own_in_each_task_is_an_error(slurm: SlurmCluster) -> None:
-    agent = [*TORCHRUN, "--standalone", "--nproc-per-node=1", *SHOW[1:]]
-    done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", *agent])
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node=1"]
+    done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", *agent, *SHOW[1:]])
     assert done.status != 0 and "slurm has started 2 tasks, and the torchrun in each of them a launch" in done.output
-    done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", "--export=ALL,DDPKIT_INDEPENDENT=1", *agent])
+    done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", "--export=ALL,DDPKIT_INDEPENDENT=1", *agent, SHOW[1]])
     assert done.status == 0 and done.output.count("rank 0 of 1") == 2, done.output
 
 
