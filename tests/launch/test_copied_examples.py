@@ -14,7 +14,7 @@ from tests.launch.launchers import ROOT, STARTED, TORCHRUN, Lab, Result
 
 EXAMPLE = (ROOT / "examples" / "01_ddp_minimal.py").read_text()
 OTHER = 'raise ImportError("this is not the kit")\n'
-FOLDERS = pytest.mark.parametrize("others", [[], ["utils/__init__.py"]], ids=["empty", "with utils"])
+UTILS = ["utils/__init__.py"]
 LAUNCH = [str(Path(sys.executable).with_name("ddpkit")), "launch"]
 TRAIN = ["train.py", "--epochs", "1"]
 
@@ -34,8 +34,9 @@ def assert_trained(done: Result, hosts: int, start: str) -> None:
     assert "final loss: " in done.output, done.output
 
 
-@FOLDERS
-@pytest.mark.parametrize("by", ["torchrun", "mpich", "ddpkit launch"])
+@pytest.mark.parametrize(("by", "others"), [
+    ("torchrun", UTILS), ("mpich", UTILS), ("ddpkit launch", UTILS), ("ddpkit launch", [])],
+    ids=["torchrun", "mpich", "ddpkit launch", "ddpkit launch, an empty folder"])
 def test_a_copy_trains(by: str, others: list[str], tmp_path: Path, lab: Lab) -> None:
     copy(tmp_path, others)
     program, hosts, start = [str(tmp_path / TRAIN[0]), *TRAIN[1:]], 1, STARTED.get(by, f"started by {by}")
@@ -48,20 +49,18 @@ def test_a_copy_trains(by: str, others: list[str], tmp_path: Path, lab: Lab) -> 
     assert_trained(done, hosts, start)
 
 
-@FOLDERS
-def test_a_copy_trains_in_slurm(others: list[str], tmp_path: Path, slurm: SlurmCluster) -> None:
-    copy(tmp_path, others)
+def test_a_copy_trains_in_slurm(tmp_path: Path, slurm: SlurmCluster) -> None:
+    copy(tmp_path, UTILS)
     done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", sys.executable, *TRAIN], cwd=tmp_path)
     assert_trained(done, 2, STARTED["slurm"])
 
 
-@FOLDERS
-def test_a_copy_trains_in_pbs_from_a_copied_job_script(others: list[str], pbs: Pbs) -> None:
+def test_a_copy_trains_in_pbs_from_a_copied_job_script(pbs: Pbs) -> None:
     folder = f"{WORK}/copied {time.monotonic_ns()}"
     script = (ROOT / "jobs" / "pbs.sh").read_text()
     activate = "source .venv/bin/activate"  # the line that a user edits
     assert script.count(activate) == 1
-    files = {"train.py": EXAMPLE, **dict.fromkeys(others, OTHER),
+    files = {"train.py": EXAMPLE, **dict.fromkeys(UTILS, OTHER),
              "pbs.sh": script.replace(activate, f"source {Path(sys.executable).with_name('activate')}")}
     for name, text in files.items():
         pbs.write(f"{folder}/{name}", text)
