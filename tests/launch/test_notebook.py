@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launchers import ROOT
-
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
@@ -29,20 +27,28 @@ with setup_distributed("gloo") as job:
         optimizer.step()
     print("mean loss", job.all_reduce_mean(loss).item() < 10)
 """
+LAUNCHED = """\
+from ddpkit import setup_distributed
+
+with setup_distributed("gloo") as job:
+    mean = job.all_reduce_mean(float(job.rank))
+    if job.is_main:
+        print("mean rank", mean)
+"""
 
 
 def test_cells_train_twice_and_launch_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second training in the same process, as somebody has who runs a cell again, and an example by its file."""
+    """A second training in the same process, as somebody has who runs a cell again, and a program by its file."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # of the activated environment
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "train.py").write_text((ROOT / "examples" / "01_ddp_minimal.py").read_text())
-    cells = [TRAIN, TRAIN, "!ddpkit launch -n 2 train.py --backend gloo --epochs 1", "print(_exit_code)",
+    (tmp_path / "train.py").write_text(LAUNCHED)
+    cells = [TRAIN, TRAIN, "!ddpkit launch -n 2 train.py", "print(_exit_code)",
              "with setup_distributed('gloo'):\n    raise ValueError('bad batch')", "print('the kernel lives')"]
     outputs = run(cells, tmp_path)
     for output in outputs[:2]:
         assert "1 rank on 1 host, started without a launcher, backend gloo" in output and "mean loss True" in output
     assert "2 ranks on 1 host, started by ddpkit launch, backend gloo" in outputs[2], outputs[2]
-    assert "final loss: " in outputs[2] and outputs[3] == "0\n", outputs[2:4]
+    assert "mean rank 0.5" in outputs[2] and outputs[3] == "0\n", outputs[2:4]
     assert "ValueError: bad batch" in outputs[4] and outputs[5] == "the kernel lives\n", outputs[4:]
 
 

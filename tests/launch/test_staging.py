@@ -93,8 +93,8 @@ def test_other_folders_are_staged_with_the_option(shared: Shared) -> None:
 
 
 @pytest.mark.parametrize("words", [
-    ["2", "examples/01_ddp_minimal.py", "--epochs", "1", "--backend", "gloo"],
-    ["1", "tests/launch/staged_program.py", "spawn", "forkserver", "workers-fork"]], ids=["example 01", "processes"])
+    ["2", "tests/launch/training.py"],
+    ["1", "tests/launch/staged_program.py", "spawn", "forkserver", "workers-fork"]], ids=["two ranks", "processes"])
 def test_a_training_has_the_same_bits_with_a_copy(words: list[str]) -> None:
     """Of this environment. The copy is kept where --stage has it, for the next run of this test, too."""
     def losses(*options: str) -> list[str]:

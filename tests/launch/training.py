@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 
-def train(rank: int, ranks: int, mean: Callable[[Tensor], Tensor]) -> str:
-    """Return the final loss. In float64, the order in which `mean` adds does not show in its digits."""
+def train(rank: int, ranks: int, mean: Callable[[Tensor], Tensor]) -> float:
+    """Return the final loss. In float64, the order in which `mean` adds does not show in its first digits."""
     inputs = torch.randn(192, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     targets = inputs.sin().sum(dim=1)
     own_inputs, own_targets = inputs[rank::ranks], targets[rank::ranks]
@@ -23,7 +23,7 @@ def train(rank: int, ranks: int, mean: Callable[[Tensor], Tensor]) -> str:
         loss = (own_inputs @ weights - own_targets).square().mean()
         [gradient] = torch.autograd.grad(loss, weights)
         weights = (weights - 0.1 * mean(gradient)).detach().requires_grad_()
-    return f"final loss: {mean(loss.detach()).item():.10f}"
+    return mean(loss.detach()).item()
 
 
 if __name__ == "__main__":
@@ -31,6 +31,6 @@ if __name__ == "__main__":
     from utils import setup_distributed
 
     with setup_distributed() as job:
-        line = train(job.rank, job.world_size, job.all_reduce_mean)
-        if job.is_main:
-            sys.stdout.write(f"{line}\n")
+        loss = train(job.rank, job.world_size, job.all_reduce_mean)
+        final = f"final loss: {loss:.10f}\n" if job.is_main else ""
+        sys.stdout.write(f"{final}rank {job.rank} loss {loss.hex()}\n")
