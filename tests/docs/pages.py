@@ -8,7 +8,6 @@ number, "..." for any text, or, alone on a line, for any lines.
 """
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
 import shutil
@@ -20,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.hosts import killed_at_end, wait_until
 from tests.launch.launchers import Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,16 +158,6 @@ def copy_kit(folder: Path) -> Path:
 def path_with_python(path: str, kit: Path) -> str:
     """Return the search path of a shell in which the environment of a copy of the kit is activated."""
     return f"{kit}/.venv/bin:{Path(sys.executable).parent}:{path}"
-
-
-@contextlib.contextmanager
-def warm_python(folder: Path, environ: Mapping[str, str]) -> Iterator[str]:
-    """Start warm_python.py; return a search path whose `python` is that one."""
-    server = [sys.executable, str(Path(__file__).with_name("warm_python.py")), str(folder)]
-    process = subprocess.Popen(server, env=environ, start_new_session=True)
-    with killed_at_end(process):  # type: ignore[arg-type]
-        wait_until((folder / "ready").exists, "a Python with torch", process, seconds=60)
-        yield f"{folder}:{environ['PATH']}"
 
 
 def shell_options() -> Mapping[str, object]:

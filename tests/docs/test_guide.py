@@ -14,6 +14,7 @@ import pytest
 from tests.cluster.hosts import killed_at_end
 from tests.docs import pages
 from tests.docs.pages import GUIDE, ROOT, Shell
+from tests.unit.programs import warm_python
 
 FENCES = {"console", "console slurm", "console pbs", "diff", "python"}
 LARGEST_PICTURE = 100_000
@@ -22,14 +23,18 @@ HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory, need: Callable[[str], Path]) -> Iterator[Shell]:
-    """A shell in a copy of the kit, whose mpiexec is that of MPICH, and whose Python has imported torch."""
+    """A shell in a copy of the kit, whose mpiexec is that of MPICH, and whose Python has imported torch.
+
+    That of the ranks of torchrun has not.
+    """
     folder = tmp_path_factory.mktemp("guide")
     environ = {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
     kit = pages.copy_kit(folder)
     environ |= {"PATH": pages.path_with_python(f"{need('mpich').parent}:{os.environ['PATH']}", kit), "LANG": "C.UTF-8",
                 "OMP_NUM_THREADS": "1"}
-    with pages.warm_python(folder, environ) as warm:
-        process = subprocess.Popen(["bash"], cwd=kit, env={**environ, "PATH": warm}, text=True,
+    with warm_python(folder, environ) as warm:
+        environ |= {"PATH": f"{folder}:{environ['PATH']}", "PYTHON": str(warm)}
+        process = subprocess.Popen(["bash"], cwd=kit, env=environ, text=True,
                                    start_new_session=True, **pages.shell_options())  # type: ignore[call-overload]
         with killed_at_end(process):
             yield Shell(process)

@@ -44,5 +44,5 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_parameter_and_the_rank_are_named(program: str) -> None:
     text, cause = PROGRAMS[program]
-    done = python("-c", BEGIN + text, ranks=2)
+    done = python("-c", BEGIN + text, ranks=2, warm=True)
     assert done.returncode != 0 and re.search(cause, done.stderr), done.stderr

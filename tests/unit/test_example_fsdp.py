@@ -140,7 +140,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     """The output and results of COMMANDS, functions of this file, by the number of ranks."""
     folder, results = tmp_path_factory.mktemp("fsdp"), {}
     for number, commands in COMMANDS.items():
-        done = python("-m", __name__, str(folder), *commands, ranks=number)
+        done = python("-m", __name__, str(folder), *commands, ranks=number, warm=True)
         assert done.returncode == 0, done.stderr
         results[number] = {"output": done.stdout, **json.loads(done.stdout.splitlines()[-1])}
     return results
@@ -156,7 +156,7 @@ def test_checkpoint_of_4_ranks_loads_bit_for_bit_on_any_number(found: dict[int, 
 
 def test_training_resumes_with_hsdp_on_other_ranks(found: dict[int, dict[str, Any]], tmp_path: Path) -> None:
     whole = python("examples/07_fsdp.py", *words_of(MODEL), "--batch-size", "8", "--steps", "6",
-                   "--checkpoints", str(tmp_path))
+                   "--checkpoints", str(tmp_path), warm=True)
     assert whole.returncode == 0, whole.stderr
     assert "resuming after step 4" in found[1]["output"]
     losses = [re.findall(r"step 6/6: loss ([0-9.]+)", output) for output in (found[1]["output"], whole.stdout)]

@@ -23,7 +23,7 @@ SMALL = ["--layers", "1", "--heads", "2", "--width", "32", "--context", "32", "-
 
 
 def run(name: str, *options: str, cwd: Path, ranks: int = 1) -> str:
-    done = python(str(ROOT / "examples" / name), *options, cwd=cwd, ranks=ranks)
+    done = python(str(ROOT / "examples" / name), *options, cwd=cwd, ranks=ranks, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,18 +1,24 @@
-"""A Python that has imported torch once, and forks for each command: `python` in the tests of the guide.
+"""A Python that has imported torch once, and forks for each command: for tests that look at no start.
 
-python warm_python.py FOLDER     write the command FOLDER/python, and serve it until this process is killed
+python warm_python.py FOLDER     write the command FOLDER/python, and serve it until the starting process ends
 
-A script then starts in a tenth of a second; importing torch takes three. The ranks of a launcher get the real Python.
+A script then starts in a tenth of a second; importing torch takes three, and leaving it half a second. The ranks of MPI
+and of schedulers get the real Python.
 """
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 COMMAND = """\
 #!/bin/sh
@@ -27,6 +33,15 @@ with socket.socket(socket.AF_UNIX) as connection:
     socket.send_fds(connection, [len(request).to_bytes(4, "big") + request], [0, 1, 2])
     sys.exit(int(connection.recv(10) or b"1"))
 """
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Nothing looks for garbage in what is imported meanwhile: neither now, nor when a fork ends."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def receive(connection: socket.socket) -> list[str]:
@@ -46,24 +61,45 @@ def receive(connection: socket.socket) -> list[str]:
 
 def serve(server: socket.socket) -> list[str]:
     """Fork for each command. Returns in the process that runs one, with its words."""
+    parent = os.getppid()
+    server.settimeout(5)
     while True:
-        connection, _ = server.accept()
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            if os.getppid() != parent:
+                os._exit(0)
+            continue
         if os.fork():
             connection.close()
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         words = receive(connection)
         if child := os.fork():
-            _, status = os.waitpid(child, 0)
-            connection.sendall(str(os.waitstatus_to_exitcode(status) & 0xFF).encode())
-            os._exit(0)
+            wait(child, connection)
         connection.close()
         server.close()
         return words
 
 
+def wait(child: int, connection: socket.socket) -> NoReturn:
+    """Send the exit status of the process that runs a command. If the command is killed, so is that process."""
+    ended = os.pidfd_open(child)
+    found, _, _ = select.select([ended, connection], [], [])
+    if ended not in found:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        connection.sendall(str(os.waitstatus_to_exitcode(status) & 0xFF).encode())
+    os._exit(0)
+
+
 def run(words: list[str]) -> None:
     """Run what follows `python` on a command line."""
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    if words[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        words = words[1:]
     if words[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *words[2:]], ""
         exec(words[1], {"__name__": "__main__"})
@@ -76,10 +112,11 @@ def run(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    import torch
-    import torch._dynamo  # the first optimizer imports it
-    import torch.distributed
-    import torch.utils.data  # noqa: F401
+    with without_collector():
+        import torch
+        import torch._dynamo  # the first optimizer imports it
+        import torch.distributed
+        import torch.utils.data  # noqa: F401
 
     folder = Path(sys.argv[1])
     with socket.socket(socket.AF_UNIX) as listener:
