@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 LAUNCH_SECONDS = 180.0
 IMPORT_PAIRS = 40
+FIRST_PAIRS = 1  # which are not counted
 DETECT_PROCESSES = 10
 
 COLUMNS = """\
@@ -228,14 +229,14 @@ def bench_launches(launches: Sequence[Launch], pairs: int) -> None:
 def measure_pairs(
     sides: dict[str, Callable[[], Times]], pairs: int, name: str
 ) -> list[dict[str, Times]]:
-    """Run both sides `pairs` times in alternating order, after one pair that is not counted."""
+    """Run both sides `pairs` times in alternating order, after FIRST_PAIRS."""
     measured = []
-    for number in range(pairs + 1):
+    for number in range(1 - FIRST_PAIRS, pairs + 1):
         order = list(sides) if number % 2 else list(reversed(sides))
         measured.append({side: sides[side]() for side in order})
-        if number and (number % 5 == 0 or number == pairs):
+        if number > 0 and (number % 5 == 0 or number == pairs):
             print(f"{name}: pair {number} of {pairs}", flush=True)
-    return measured[1:]
+    return measured[FIRST_PAIRS:]
 
 
 def run(name: str, commands: Commands, program: Path, folder: Path) -> Times:

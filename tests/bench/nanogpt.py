@@ -29,6 +29,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 
@@ -105,12 +106,10 @@ def run(seed: int, script: str, options: list[str]) -> None:
 
 def write_data(folder: Path) -> None:
     """Write the sources of Python's library as a text, and in nanoGPT's format: a token is a byte."""
-    code = (f"import runpy; from types import SimpleNamespace; "
-            f"example = runpy.run_path({str(EXAMPLE)!r}, run_name='example'); "
-            f"text = example['standard_library'](SimpleNamespace(all_reduce_mean=lambda value: value)); "
-            f"open({str(folder / 'text')!r}, 'wb').write(bytes(text.tolist()))")
-    subprocess.run([sys.executable, "-c", code], check=True)
-    tokens = numpy.frombuffer((folder / "text").read_bytes(), dtype=numpy.uint8).astype(numpy.uint16)
+    example = runpy.run_path(str(EXAMPLE), run_name="example")
+    text = example["standard_library"](SimpleNamespace(all_reduce_mean=lambda value: value)).numpy()
+    text.tofile(folder / "text")
+    tokens = text.astype(numpy.uint16)
     border = len(tokens) - len(tokens) // 10
     for dataset in ("text", "tokens"):
         data = folder / "data" / dataset

@@ -39,6 +39,7 @@ def test_the_way_of_an_archive_is_measured(need: Callable[[str], Path]) -> None:
 def test_startup_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench_startup, "DETECT_PROCESSES", 1)
     monkeypatch.setattr(bench_startup, "IMPORT_PAIRS", 2)
+    monkeypatch.setattr(bench_startup, "FIRST_PAIRS", 0)
     bench_startup.main(["--pairs", "0"])
     bench_startup.bench_launches([bench_startup.direct()], 1)
     printed = capsys.readouterr().out

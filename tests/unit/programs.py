@@ -30,7 +30,7 @@ def warm_python(folder: Path, environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 @functools.cache
-def _kept_warm() -> str:
+def kept_warm() -> str:
     """A warm Python for the tests of this process."""
     until_exit = contextlib.ExitStack()
     atexit.register(until_exit.close)
@@ -44,7 +44,7 @@ def python(*words: str, ranks: int = 1, cwd: Path = ROOT, env: dict[str, str] | 
 
     warm: Python has imported torch already, in the environment of the tests. For tests of what comes after the start.
     """
-    program = _kept_warm() if warm else sys.executable
+    program = kept_warm() if warm else sys.executable
     command = [*([*LAUNCH, str(ranks), "--"] if ranks > 1 else []), program, *words]
     # One thread: threads that wait for a busy core would spin.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}

@@ -53,6 +53,6 @@ def test_torch_with_one_recorder_for_all(group: None, trace: dict[str, object],
 @pytest.mark.parametrize(("limit", "times"), [("60", 1), ("None", 0)])
 def test_missing_recorder_is_reported_once(limit: str, times: int) -> None:
     program = f"from utils import setup_distributed\nsetup_distributed('gloo', hang_timeout={limit}).close()"
-    done = python("-c", program, ranks=2, env={"TORCH_FR_BUFFER_SIZE": "0"})
+    done = python("-c", program, ranks=2, env={"TORCH_FR_BUFFER_SIZE": "0"}, warm=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("does not record the collectives of gloo") == times, done.stderr

@@ -92,7 +92,7 @@ sys.stdout.write(f"hello from rank {setup_distributed('gloo').rank}\\n")  # at o
 
 
 def test_rank_that_leaves_at_once_is_no_error_of_another_that_still_connects() -> None:
-    done = python("-c", HELLO, ranks=2)
+    done = python("-c", HELLO, ranks=2, warm=True)
     assert done.returncode == 0 and all(f"hello from rank {rank}" in done.stdout for rank in range(2)), done.stderr
 
 
@@ -115,7 +115,7 @@ with setup_distributed("gloo", check_training=False) as job:
 def test_each_effect_can_be_switched_off(unwanted: str) -> None:
     """launch.py sets all variables of a rank but this one for its own program."""
     env = {"PYTHONFAULTHANDLER": "", "DDPKIT_WITHOUT": unwanted}
-    done = python("-c", f"import os; os.environ.pop('GROUP_RANK'){EFFECTS}", ranks=2, env=env)
+    done = python("-c", f"import os; os.environ.pop('GROUP_RANK'){EFFECTS}", ranks=2, env=env, warm=True)
     assert done.returncode == 0, done.stderr
     expected = {"atexit", "excepthook", "faulthandler", "monitor", "variables"} - set(unwanted.split(", "))
     expected -= {"faulthandler"} if "monitor" in unwanted else set()
@@ -143,7 +143,7 @@ with setup_distributed("gloo", collective_timeout=40) as job:  # explained 4 s b
 
 
 def test_a_hang_is_explained_by_default_before_torch_ends_it(tmp_path: Path) -> None:
-    done = python("-c", IF_IS_MAIN, ranks=2, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    done = python("-c", IF_IS_MAIN, ranks=2, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path, warm=True)
     assert done.returncode == 1 and re.search(
         r"rank 0 on .* entered a different collective 2: barrier at .*; rank 1 on .* all_reduce .*\. One of these is a "
         "collective that only some ranks call", done.stderr), done.stderr
@@ -167,7 +167,7 @@ with setup_distributed("gloo", hang_timeout=1) as job:
 
 
 def test_ranks_go_on_when_their_job_was_suspended_for_longer_than_hang_timeout(tmp_path: Path) -> None:
-    done = python("-c", SUSPENDED, ranks=2, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    done = python("-c", SUSPENDED, ranks=2, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, warm=True)
     assert done.returncode == 0 and done.stdout.count("trained on") == 2, done.stderr
     assert "hang" not in done.stderr and "Timeout" not in done.stderr
 

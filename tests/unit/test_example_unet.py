@@ -42,11 +42,18 @@ def test_network_is_translation_equivariant_on_the_periodic_square(unet: ModuleT
         assert torch.allclose(moved, model(fields).roll((8, 16), dims=(2, 3)), atol=1e-5)
 
 
-def test_training_learns_and_draws_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONWARNINGS", "default::DeprecationWarning")
+WITH_WARNINGS = """
+import runpy, sys, warnings
+warnings.simplefilter("default", DeprecationWarning)
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_training_learns_and_draws_or_says_why_not(tmp_path: Path) -> None:
     picture = tmp_path / "new folder" / "fields.png"
-    done = python("examples/06_unet_fields.py", "--steps", "12", "--width", "4", "--batch-size", "4",
-                  "--picture", str(picture), ranks=2)
+    done = python("-c", WITH_WARNINGS, "examples/06_unet_fields.py", "--steps", "12", "--width", "4",
+                  "--batch-size", "4", "--picture", str(picture), ranks=2, warm=True)
     assert done.returncode == 0, done.stderr
     first, last = map(float, re.findall(r"step +\d+/12: error ([0-9.]+)", done.stdout))
     assert last < first and re.search(r"the unchanged field \d\.\d+$", done.stdout, re.MULTILINE)

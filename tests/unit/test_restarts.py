@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.launch_plans import PBS, job, line, make, slurm
+from tests.unit.programs import kept_warm
 from tests.unit.test_launch_command import launch
 from utils.job import exclude_file
 from utils.launch_report import Failure
@@ -136,14 +137,14 @@ with setup_distributed("gloo") as dist:
 
 def test_a_failure_is_tried_again_on_the_same_hosts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS_ONCE)
-    done = launch("-n", "2", "--max-restarts", "3", "train.py", folder=tmp_path)
+    done = launch("-n", "2", "--max-restarts", "3", "train.py", folder=tmp_path, PYTHON=kept_warm())
     assert done.returncode == 0 and "restart 1 on the same hosts; 2 more allowed" in done.stderr, done.stderr
     assert done.stdout.count('trained {"number": 1, "cause": "rank 1 on ') == 2
 
 
 def test_a_programs_own_error_is_tried_again_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS_ONCE)
-    done = launch("-n", "2", "--max-restarts", "3", "train.py", "always", folder=tmp_path)
+    done = launch("-n", "2", "--max-restarts", "3", "train.py", "always", folder=tmp_path, PYTHON=kept_warm())
     assert done.returncode == 1 and "restart 2" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if not line.startswith("ddpkit-failure ")]
     assert "no restart: the same failure twice" in lines[-2], done.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
+import importlib
 import importlib.util
 import json
 import math
@@ -330,6 +332,7 @@ def _trace(args: argparse.Namespace, batch: int) -> Trace:
             f"{sys.executable} has no torch. Expected torch for --model and for a script. Activate "
             "an environment with torch, or use --parameters."
         )
+    _import_torch()
     if args.model:
         return traced.trace_factory(
             args.model,
@@ -342,6 +345,18 @@ def _trace(args: argparse.Namespace, batch: int) -> Trace:
 
     words = [word.replace(_BATCH, str(batch)) for word in args.script[1:]]
     return trace_script(args.script[0], words, timeout=args.trace_timeout)
+
+
+def _import_torch() -> None:
+    """Import what a trace needs, without searches for garbage: a fourth of a short command."""
+    if "torch" in sys.modules or not gc.isenabled():
+        return
+    gc.disable()
+    try:
+        importlib.import_module("torch._dynamo")  # which the first optimizer imports
+        gc.freeze()  # nor is it searched when this process ends
+    finally:
+        gc.enable()
 
 
 def _largest_batch(
