@@ -256,13 +256,13 @@ if [ "$(id -u)" -ne 0 ] && [ -z "$quick" ] &&
     unshare --user --map-current-user --keep-caps --net --uts --mount true 2>/dev/null; then
     rights=true
 fi
-# Six files at a time, because many tests wait for launchers and schedulers; in the order of their names, which
+# Four files at a time, because many tests wait for launchers and schedulers; in the order of their names, which
 # starts the long ones first. Each worker has hosts and clusters of its own. Threads of OpenMP do not spin where they
 # wait: the tests share the cores. Output is as strict as in the locale en_US.UTF-8. For a debugger:
 # scripts/test.sh -n 0 --pdb -k NAME
 export OMP_WAIT_POLICY=passive PYTHONIOENCODING=utf-8:strict
 check pytest ${rights:+unshare --user --map-current-user --keep-caps --mount} \
-    "$python" -m pytest -ra -n 6 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
+    "$python" -m pytest -ra -n 4 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
 
 print_as_user() {
     wait "$as_user" || local status=$?
