@@ -207,9 +207,10 @@ def test_launcher_that_waits_for_a_lost_host_is_ended(
 def test_host_on_which_a_process_of_the_launcher_is_killed_is_named(
         tmp_path: Path, capfd: pytest.CaptureFixture[str], end: str, spares: tuple[str, ...]) -> None:
     """As slurmstepd or prted: its ranks go on, and nobody learns their exit status. With a spare, they are ended."""
-    goes_on = "exec" in end and not spares
-    plan = started_by_mpiexec(tmp_path, f"sleep 2; kill -9 $!; {end}", "sleep", "10" if goes_on else "617",
-                              in_background=True)
+    goes_on, rank = "exec" in end and not spares, tmp_path / "rank"
+    kill = f"until [ -e {rank} ]; do sleep 0.1; done; sleep 2; kill -9 $!; {end}"
+    words = "sh", "-c", f"echo >{rank}; exec sleep {10 if goes_on else 617}"
+    plan = started_by_mpiexec(tmp_path, kill, *words, in_background=True)
     started = time.monotonic()
     assert run(plan._replace(spares=spares)) == (143 if "143" in end else 1)
     assert time.monotonic() - started < 40
