@@ -15,9 +15,18 @@ from pathlib import Path
 import torch
 from ddpkit import setup_distributed
 from ddpkit.checkpoint import Checkpointer
+from ddpkit.host import process
 from ddpkit.metrics import Metrics
 
 STEPS, FAULT_STEP = 30, 12
+
+
+def starter() -> int:
+    """The agent that has started this rank, or the launcher's process, whose child is the parent of this rank."""
+    parent = os.getppid()
+    if b"rank_start" in Path(f"/proc/{parent}/cmdline").read_bytes():
+        return process.parent(parent) or parent
+    return parent
 
 
 def fail(fault: str) -> None:
@@ -26,7 +35,7 @@ def fail(fault: str) -> None:
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "agent":
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(starter(), signal.SIGKILL)
     elif fault == "gpu":
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     elif fault == "disk":

@@ -245,7 +245,7 @@ def test_the_ranks_of_another_launch_are_not_taken_for_its_own(job: Job) -> None
     ("ssh", "interface:1", 1, "rank 1 on h2.*GLOO_SOCKET_IFNAME=ib7"),
     ("torchrun", "kill-training:0", 1, r"rank 0 on h1 \(pid \d+\) ended without a report"),
     ("ssh", "more:2", 1, r"rank 2 on h2 called all_reduce\(\) at .*, and ranks? [013,-]+ .*left normally after"),
-    ("openmpi4", "leave=7:1", 7, r"rank 1 on h2 .*ended without a report")])
+    ("openmpi4", "leave=7:1", 7, r"rank 1 on h2 ended with exit status 7 and without an exception")])
 def test_the_last_line_names_what_failed_first(job: Job, by: str, fault: str, status: int, first: str) -> None:
     """It is not always the rank that ended first with a status other than 0."""
     job.nodes = ["h1", "h1", "h2", "h2"] if fault == "more:2" else ["h1", "h2"]

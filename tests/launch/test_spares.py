@@ -58,7 +58,7 @@ def check(done: Result, folder: Path, loss: str, bad: str, spare: str, cause: st
     ("ssh", "kill", "rank 1 .*SIGKILL"), ("ssh", "agent", "h2"), ("ssh", "stop", "rank 1 on h2 .*"),
     ("ssh", "outside", "h2.*"), ("openmpi5", "agent", "prted on h2 has ended before the ranks"),
     ("mpich5", "agent", "hydra_pmi_proxy on h2 has ended before the ranks"),
-    ("mpich5", "kill", "The first to end was rank 1 on h2")])
+    ("mpich5", "kill", r"rank 1 on h2 was ended by SIGKILL \(exit status 137\)")])
 def test_a_spare_takes_the_place_of_a_host(job: Job, loss: str, by: str, fault: str, cause: str) -> None:
     bad = job.folder / "bad-hosts.txt"
     words = ["--spare", "1", "--hang-timeout", "5", PROGRAM, str(job.folder), fault, "1"]

@@ -37,6 +37,13 @@ def killed(of: Decisions, rank: int = 1, lost: bool = False) -> None:
     of.connection_ended(rank, host_lost=lost)
 
 
+def test_the_first_rank_that_fails_is_the_cause_for_those_that_fail_later() -> None:
+    of = decisions()
+    of.failed(1, BAD)
+    [answer] = of.failed(2, OTHER)
+    assert isinstance(answer, Send) and answer.message["cause"] == BAD == of.first
+
+
 @pytest.mark.parametrize(("events", "state", "kind", "text"), [
     ([lambda of: of.failed(1, BAD)], State.FAILED, "exception", "rank 1 failed: ValueError"),
     ([lambda of: of.failed(1, BAD), lambda of: of.left(1, BAD, None, 3)], State.LEFT, "exception", "ValueError"),

@@ -25,7 +25,7 @@ from utils.tools.doctor import doctor_cli as cli
 from utils.tools.doctor.causes import CAUSES, FailureCause
 from utils.tools.doctor.lines import read_restart
 from utils.tools.doctor.logs import diagnose, exit_status, summary
-from utils.tools.launch.launch_result import LaunchResult
+from utils.tools.launch.launch_result import Ended, LaunchResult
 
 NAMES = set("""watchdog_timeout client_socket_timeout ipv6_addresses duplicate_gpu no_socket_interface store_key_timeout
 libfabric_not_found unhandled_system_error invalid_device_ordinal peer_died cuda_oom host_oom xid lustre_eviction quota
@@ -280,7 +280,7 @@ def test_message_of_the_kit_is_understood(
         kinds = {"terminated": "stop", "unknown": "status"}
         result = LaunchResult()
         result.fail(text, 0.0, kind=kinds.get(cause, "launch"), rank=rank, host=host)
-        result.report(result.conclude(None), None)
+        Ended(result.conclude()).report()
     else:
         setup_logging(3, 8)
         get_logger("test").error("%s", text)

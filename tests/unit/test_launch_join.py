@@ -20,6 +20,7 @@ from utils.channel import Channel, Loop, Message
 from utils.host.cores import cpus_of_mask
 from utils.launch_report import VARIABLE, parse_address, report_saved
 from utils.tools.launch.bootstrap import module_command
+from utils.tools.launch.child_processes import LAUNCH_VARIABLE
 from utils.tools.launch.event_loop import EventLoop
 from utils.tools.launch.join import JoinedRank, JoinServer, mismatch, rank_variables
 from utils.tools.launch.launch_connection import LaunchServer, RankNotices, secret_of
@@ -76,7 +77,7 @@ class Joining:
         rank = values["rank"]
         peer.send({"kind": "join", "world_size": 3, "host": ["n2" if rank == 2 else "n1"], "reached": "10.0.0.9",
                    "local_rank": None, "port": 0, "cores": {"mask": f"{1 << rank:x}", "gpu_nodes": []},
-                   "process": [rank, 1, "pid:[1]"], "problem": "", **values})
+                   "problem": "", **values})
         return peer
 
     def join(self, *ranks: dict[str, Any]) -> list[Channel]:
@@ -118,23 +119,26 @@ def test_launch_that_is_not_the_plan_fails(joining: Joining, ranks: list[dict[st
     assert not any(one["kind"] == "variables" for messages in joining.received.values() for one in messages)
 
 
-def test_ranks_learn_about_their_host_whose_watch_tells_the_end(joining: Joining) -> None:
-    """Slurm may end the watch of a host together with the ranks there."""
+def test_parents_report_the_end_of_their_ranks(joining: Joining) -> None:
+    """A launcher may kill the parent of a rank together with it."""
     ranks = joining.join(*ALL)
-    for rank, masks, processes in zip(ranks, (["1", "2"], ["1", "2"], ["4"]), ([0, 1], [], [2]), strict=True):
+    for rank, masks in zip(ranks, (["1", "2"], ["1", "2"], ["4"]), strict=True):
         [found] = joining.received[rank]
         assert [one["mask"] for one in found["cores"]] == masks
-        assert [pid for pid, *_ in found["processes"]] == processes
     joining.server.clients[2].host_lost = True  # as the kernel reports it
+    ranks[2].close()
+    ranks[1].send({"kind": "exit", "status": 137, "at": 0.0})
     for closed in (1, 2):
         ranks[closed].close()
         joining.serve()
         assert joining.server.ended_at is None
-    assert joining.result.lost_hosts == {"n2"}
-    ranks[0].send({"kind": "done"})
+    assert joining.result.lost_hosts == ["n2"]
+    ranks[0].send({"kind": "exit", "status": 0, "at": 0.0})
     ranks[0].close()
     joining.serve()
-    assert joining.server.ended_at is not None
+    assert joining.server.ended_at is not None and not joining.server.running
+    assert [(end.who, end.status) for end in joining.result.evidence().ends] == [
+        ("rank 1 on n1", 137), ("rank 0 on n1", 0)]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -149,7 +153,7 @@ def test_rank_that_ends_before_all_have_joined_is_named(joining: Joining) -> Non
     _, lost = joining.join(ALL[0], ALL[2])
     lost.close()
     joining.serve()
-    assert joining.server.lost_rank and joining.server.problem == "rank 2 on n2 ended before all ranks had joined"
+    assert joining.server.problem == "rank 2 on n2 ended before all ranks had joined"
 
 
 def test_ranks_that_do_not_join_in_time_are_named(joining: Joining) -> None:
@@ -171,8 +175,8 @@ def test_limit_of_open_files_is_named(joining: Joining, monkeypatch: pytest.Monk
 def test_a_notice_with_another_secret_is_ignored(wrong: str) -> None:
     with served() as notices:
         addresses, port, _ = parse_address(notices.variables[VARIABLE])
-        assert not report_saved({VARIABLE: f"{addresses[0]}/{port}/{wrong}"}) and not notices.saved
-        assert report_saved(notices.variables) and notices.saved
+        assert not report_saved({VARIABLE: f"{addresses[0]}/{port}/{wrong}"}) and notices.saved_at is None
+        assert report_saved(notices.variables) and notices.saved_at
 
 
 def test_the_listener_uses_the_ports_that_ranks_reach() -> None:
@@ -212,8 +216,9 @@ def test_program_without_the_kit_is_bound_to_its_share_of_the_cores() -> None:
     program = ["sh", "-c", "grep ^Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS"]
     with started(*program, binding=f"list:0:{last}") as (process, server):
         cores = server.report["cores"]
-        server.clients[0].send({"kind": "variables", "variables": {"RANK": "0", "LOCAL_RANK": "1"}, "num_hosts": 1,
-                                "cores": [cores, cores], "watched_ranks": 0, "processes": []})
+        variables = {"RANK": "0", "LOCAL_RANK": "1", LAUNCH_VARIABLE: "12-ab"}
+        server.clients[0].send({"kind": "variables", "variables": variables, "num_hosts": 1,
+                                "cores": [cores, cores], "watched_ranks": 0})
         output, errors = process.communicate(timeout=30)
     assert set(cpus_of_mask(cores["mask"])) == os.sched_getaffinity(0) and not errors
     assert output.split()[1:] == [str(last), "1"]

@@ -17,8 +17,8 @@ from tests.unit.launch_plans import INTEL, MPICH, OPENMPI4, OPENMPI5, PALS, line
 from tests.unit.scheduler_commands import Commands
 from utils.tools.launch import remote_shell
 from utils.tools.launch.launch_plan import Plan, PlanError
+from utils.tools.launch.launcher_lines import LauncherErrors, TaskFailure
 from utils.tools.launch.methods.srun import Srun
-from utils.tools.launch.native_launch import SrunErrors, TaskFailure
 from utils.tools.schedulers import current_allocation
 
 RECORDINGS = Path(__file__).resolve().parents[1] / "recordings" / "slurm-25.11"
@@ -166,7 +166,7 @@ def test_first_task_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(write_end, text.encode())
     os.close(write_end)
     with open(read_end, "rb") as pipe:
-        errors = SrunErrors(pipe)
+        errors = LauncherErrors(pipe)
         errors.drain()
     assert errors.first == TaskFailure(139, "node2", "2-3") and capfd.readouterr().err == text
 

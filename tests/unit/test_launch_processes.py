@@ -31,7 +31,7 @@ from utils.tools.launch.host_readiness import ReservedPort
 from utils.tools.launch.join import JoinServer
 from utils.tools.launch.launch_connection import Launch, connect, secret_of_ranks
 from utils.tools.launch.launch_plan import Mpiexec, Plan
-from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, LaunchResult
+from utils.tools.launch.launch_result import END_DELAY_AFTER_STOP, Ended, LaunchResult
 from utils.tools.launch.methods import Mpich
 from utils.tools.launch.run_plan import run
 
@@ -114,7 +114,7 @@ def started_by_mpiexec(folder: Path, end: str, *command: str, in_background: boo
 def test_signal_of_an_mpiexec_waits_for_the_handlers_of_all_ranks(tmp_path: Path) -> None:
     rank = f"kill -USR1 {os.getpid()}; sleep 0.$((4 * RANK + 2)); trap 'exit 9' USR1; sleep 60 & wait"
     end = "trap 'trap \"\" USR1; kill -USR1 0' USR1; wait; wait $!"
-    assert run(started_by_mpiexec(tmp_path, end, "bash", "-c", rank)) == 9
+    assert run(started_by_mpiexec(tmp_path, end, "bash", "-c", rank)).status == 9
 
 
 COPY = (sys.executable, "-c", "import torch", "train.py")
@@ -152,7 +152,7 @@ def test_ranks_that_never_form_a_group_are_named(
         environ = {**(PBS if allocation else {}), "PATH": os.environ["PATH"]}
         plan = make(allocation, environ, command=command, launcher=by, python=sys.executable,
                     **({"ntasks": 2} | options))
-    assert run(plan) == 3 * ("exit(3)" in command[-1])
+    assert run(plan).status == 3 * ("exit(3)" in command[-1])
     errors = capfd.readouterr().err
     found = "2 independent copies of train.py ran: no rank formed a process group of torch. Expected"
     assert errors.count(found) == errors.count("independent copies") == warned, errors
@@ -162,7 +162,7 @@ def test_ranks_without_a_group_are_named_while_they_run(
         monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(nested, "LATE_SECONDS", 0.2)
     copy = (sys.executable, "-c", "import time, torch; time.sleep(2)", "train.py")
-    assert run(make(None, {"PATH": os.environ["PATH"]}, command=copy, ntasks=2)) == 0
+    assert run(make(None, {"PATH": os.environ["PATH"]}, command=copy, ntasks=2)).complete
     errors = capfd.readouterr().err
     found = "2 independent copies of train.py are running: no rank has formed a process group of torch. Expected"
     assert errors.count(found) == errors.count("independent copies") == 1, errors
@@ -173,7 +173,7 @@ def test_launcher_that_does_not_return_after_all_ranks_is_ended(
     """As srun, which waits for ever for a slurmstepd that was killed."""
     monkeypatch.setattr(native_launch, "RETURN_SECONDS", 0.5)
     started = time.monotonic()
-    assert run(started_by_mpiexec(tmp_path, "exec sleep 600", "sleep", "1")) == 1
+    assert run(started_by_mpiexec(tmp_path, "exec sleep 600", "sleep", "1")).complete
     assert 1.5 < time.monotonic() - started < 60
     assert "all ranks have ended, but mpiexec has not within" in capfd.readouterr().err
 
@@ -182,9 +182,9 @@ def test_rank_that_ends_first_is_named_where_the_launcher_names_none(
         tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As Hydra, which kills the other ranks at once."""
     rank = 'sleep $((1 + 60 * (1 - RANK))); kill -9 $$'
-    assert run(started_by_mpiexec(tmp_path, "wait $!; kill -9 $(jobs -p); exit 255", "sh", "-c", rank)) == 255
+    assert run(started_by_mpiexec(tmp_path, "wait $!; kill -9 $(jobs -p); exit 255", "sh", "-c", rank)).status == 137
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.endswith(f"exit status 255. The first to end was rank 1 on {socket.gethostname()}"), last
+    assert last.endswith(f"rank 1 on {socket.gethostname()} was ended by SIGKILL (exit status 137)"), last
 
 
 def test_launcher_that_waits_for_a_lost_host_is_ended(
@@ -197,7 +197,8 @@ def test_launcher_that_waits_for_a_lost_host_is_ended(
 
     monkeypatch.setattr(JoinServer, "client_lost", host_lost)
     monkeypatch.setattr(native_launch, "_RETURN_SECONDS_OF_LOST", 0.5)
-    assert run(started_by_mpiexec(tmp_path, "exec sleep 600", "sleep", "1")) == 1
+    lost_with_its_parent = "sh", "-c", "sleep 1; kill -9 $PPID"
+    assert run(started_by_mpiexec(tmp_path, "exec sleep 600", *lost_with_its_parent)).status == 1
     assert f"the connection to {socket.gethostname()} was lost" in capfd.readouterr().err.splitlines()[-1]
 
 
@@ -212,11 +213,11 @@ def test_host_on_which_a_process_of_the_launcher_is_killed_is_named(
     words = "sh", "-c", f"echo >{rank}; exec sleep {10 if goes_on else 617}"
     plan = started_by_mpiexec(tmp_path, kill, *words, in_background=True)
     started = time.monotonic()
-    assert run(plan._replace(spares=spares)) == (143 if "143" in end else 1)
+    assert run(plan._replace(spares=spares)).status == (not goes_on)  # the parents of the ranks know their end
     assert time.monotonic() - started < 40
     errors = capfd.readouterr().err
     lost = f"mpiexec on {socket.gethostname()} has ended before the ranks that it had started there: it was killed"
-    assert lost in errors.splitlines()[-1] and errors.count("They go on") == goes_on, errors
+    assert lost in (errors if goes_on else errors.splitlines()[-1]) and errors.count("They go on") == goes_on, errors
     wait_until(lambda: "sleep 617" not in subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True,
                                                          check=True).stdout.splitlines(), "the end of the ranks")
 
@@ -235,7 +236,7 @@ def test_rank_that_ends_while_others_are_looked_at_is_noticed(monkeypatch: pytes
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the launch did not end"))
     signal.alarm(20)
     try:
-        assert run(make(None, dict(os.environ), command=("sh", "-c", "sleep 0.2; exit 3"))) == 3
+        assert run(make(None, dict(os.environ), command=("sh", "-c", "sleep 0.2; exit 3"))).status == 3
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -263,12 +264,12 @@ def test_a_stop_names_no_rank_and_leaves_time_to_save(
     result.process_ended("each of ranks 0-1 on n3", status, 2.0, others=True)
     assert result.end_at == 2.0 + END_DELAY_AFTER_STOP
     reported = Failure("rank 1 on n3 ended without a report. It was killed", "killed", 1)
-    result.report(result.conclude(reported), reported)
+    outcome = Ended(result.conclude(reported, 2.1)).report()
     printed = capsys.readouterr().err.splitlines()
     name = signal.Signals(number).name
     assert printed[-1].startswith(f"ddpkit launch: error: {name}: ddpkit launch has received it")
     assert len([line for line in printed if not line.startswith("ddpkit-failure ")]) == lines
-    assert "rank" not in printed[-1] and result.status == status
+    assert "rank" not in printed[-1] and outcome.status == status
 
 
 def test_lost_agent_names_the_lost_host_but_not_one_whose_agent_was_killed() -> None:
@@ -277,7 +278,8 @@ def test_lost_agent_names_the_lost_host_but_not_one_whose_agent_was_killed() -> 
     for index in (1, 2):
         coordinator.clients[index] = Mock(host_lost=index == 1)
         coordinator.client_lost(index)
-    assert result.lost_hosts == {"n2"} and result.status == 1
+    outcome = result.conclude()
+    assert outcome.lost_hosts == ("n2",) and outcome.status == 1
 
 
 def test_agents_are_sent_the_address_that_reaches_rank_0_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +365,7 @@ def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list
     srun, file = program(tmp_path / "srun", f"cat >&2 <<'E'\n{text}\nE\nexit 143"), tmp_path / "bad-hosts.txt"
     environ = {**SLURM, "PATH": os.environ["PATH"], exclude_file.VARIABLE: str(file)}
     plan = make(job("slurm", (1, 1)), environ, programs=Programs({"srun": srun}), python=sys.executable)
-    assert run(plan) in (137, 143, 7)
+    assert run(plan).status in (137, 143, 7)
     printed = capfd.readouterr().err.splitlines()
     messages = [line for line in printed if line.startswith("ddpkit launch: error: ") and "did not join" not in line]
     assert len(messages) == 1 and messages[0].startswith(f"ddpkit launch: error: {last}")
@@ -385,7 +387,9 @@ def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list
      "KeyError. Rank 2 ended with exit status 7"),
     (Failure("a host is down", "lost"), {0: 1}, 1, "ddpkit launch: a host is down"),
     (None, {2: 0, 0: 1}, 1, "rank 2 had ended with exit status 0 before rank 0 ended with exit status 1"),
-    (None, {0: 1, 2: 7}, 1, "rank 2 failed, too, before the others were ended"),
+    (None, {0: 1, 2: 7}, 7, "ddpkit launch: error: rank 2 ended with exit status 7"),  # no exception has this status
+    (None, {0: 1, 2: 1}, 1, "each of ranks 0,2 ended with exit status 1"),
+    (None, {0: 3, 2: 7}, 3, "rank 2 failed, too, before the others were ended"),
     (None, {0: 1}, 1, "ddpkit launch: error: rank 0 ended with exit status 1")])
 def test_last_line_is_about_the_first_failure(
         reported: Failure | None, exit_statuses: dict[int, int], status: int, last: str,
@@ -394,8 +398,8 @@ def test_last_line_is_about_the_first_failure(
     for rank, ended in exit_statuses.items():
         result.process_ended(f"rank {rank}", ended, 1.0, others=True, rank=rank)
     result.process_ended("rank 1", 143, 9.0, others=False, rank=1)  # ddpkit launch has ended it
-    result.report(result.conclude(reported), reported)
-    assert result.status == status and last in capsys.readouterr().err.splitlines()[-1]
+    outcome = Ended(result.conclude(reported, 1.0)).report()
+    assert outcome.status == status and last in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("first", "expected"), [(TimeoutError, 60.0), (ConnectionRefusedError, 5.0)])

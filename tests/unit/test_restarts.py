@@ -11,49 +11,52 @@ from tests.unit.launch_plans import PBS, job, line, make, slurm
 from tests.unit.programs import kept_warm
 from tests.unit.test_launch_command import launch
 from utils.job import exclude_file
-from utils.launch_report import Failure
 from utils.tools.launch.launch_plan import Plan, PlanError
 from utils.tools.launch.launch_result import Ended, LaunchResult
+from utils.tools.launch.outcome import Outcome
 from utils.tools.launch.planner import describe
 from utils.tools.launch.restarts import Attempt, Restarts, decide
 
 
-def failure(kind: str, text: str = "rank 1 on n2 failed: ValueError: bad batch 17", rank: int | None = 1,
-            host: str | None = "n2") -> Failure:
-    return Failure(text, kind, rank, host)
+def attempt(kind: str, *, text: str = "rank 1 on n2 failed: ValueError: bad batch 17", rank: int | None = 1,
+            host: str | None = "n2", status: int = 1, suspects: tuple[str, ...] = (), certain: bool = False,
+            checkpoint: int | None = None, stopped: bool = False, seconds: float = 20.0) -> Attempt:
+    outcome = Outcome(status, kind, text, rank, host, suspects, certain, stopped=stopped)
+    return Attempt(outcome, checkpoint, seconds)
 
 
-def attempt(kind: str, *, status: int = 1, lost: tuple[str, ...] = (), checkpoint: int | None = None,
-            stopped: bool = False, seconds: float = 20.0, **fields: Any) -> Attempt:
-    return Attempt(status, failure(kind, **fields), lost, stopped, checkpoint, seconds)
+def lost(*hosts: str, **fields: Any) -> Attempt:
+    return attempt("lost", host=hosts[0], suspects=hosts, certain=True, **fields)
 
 
-LOST = attempt("lost", lost=("n2",))
-KILLED = attempt("status", text="rank 1 on n2 was ended by SIGKILL (exit status 137)")
+LOST = lost("n2")
+KILLED = attempt("status", text="rank 1 on n2 was ended by SIGKILL (exit status 137)", suspects=("n2",))
 RAISED = attempt("exception")
-XID = attempt("exception", text="rank 1 on n2 failed: RuntimeError: CUDA error: uncorrectable ECC error encountered")
+XID = attempt("exception", text="rank 1 on n2 failed: RuntimeError: CUDA error: uncorrectable ECC error encountered",
+              suspects=("n2",), certain=True)
 
 
 @pytest.mark.parametrize(("attempts", "spares", "restarts", "without", "why_not"), [
     ([LOST], 1, 0, ("n2",), ""),
-    ([attempt("lost", lost=("n2", "n3"))], 2, 0, ("n2", "n3"), ""),
-    ([attempt("lost", lost=("n2", "n3"))], 1, 3, (), "no spare host is left in the place of n2, n3"),
-    ([LOST, attempt("lost", lost=("n3",), host="n3")], 1, 0, ("n3",), ""),
+    ([lost("n2", "n3")], 2, 0, ("n2", "n3"), ""),
+    ([lost("n2", "n3")], 1, 3, (), "no spare host is left in the place of n2, n3"),
+    ([LOST, lost("n3")], 1, 0, ("n3",), ""),
+    ([LOST, LOST], 1, 0, ("n2",), ""),  # a lost host is no failure of the program, however often
     ([LOST], 0, 5, (), "no spare host is left in the place of n2"),
     ([LOST], 0, 0, (), "no spare host is left in the place of n2"),
-    ([attempt("stop", lost=("n2",), rank=None)], 1, 0, ("n2",), ""),  # Slurm has ended the step: a node failure
     ([attempt("stop", rank=None)], 1, 5, (), "end in the same way"),
-    ([attempt("launch", rank=None)], 1, 0, ("n2",), ""),  # no agent there
+    ([attempt("network", rank=None)], 1, 5, (), "end in the same way"),
+    ([attempt("launch", rank=None, suspects=("n2",), certain=True)], 1, 0, ("n2",), ""),  # no agent there
     ([attempt("launch", rank=None, host=None)], 1, 0, (), "names no host"),
     ([attempt("command", rank=None, host=None)], 1, 5, (), "end in the same way"),
     ([XID], 1, 0, ("n2",), ""),
-    ([attempt("hang")], 1, 0, ("n2",), ""),
+    ([attempt("hang", suspects=("n2",))], 1, 0, ("n2",), ""),
     ([attempt("hang", rank=None, host=None)], 1, 0, (), "names no host"),
     ([attempt("hang", rank=None, host=None)], 0, 1, (), ""),
     ([KILLED], 1, 0, ("n2",), ""),
     ([KILLED], 0, 1, (), ""), ([KILLED], 0, 0, (), "no spare host is left in the place of n2"),
-    ([KILLED, attempt("status", text="rank 0 on n3 was ended by SIGKILL (exit status 137)", rank=0, host="n3")],
-     1, 9, (), "same failure twice"),
+    ([KILLED, attempt("status", text="rank 0 on n3 was ended by SIGKILL (exit status 137)", rank=0, host="n3",
+                      suspects=("n3",))], 1, 9, (), "same failure twice"),
     ([RAISED], 1, 0, (), "names no host"),
     ([RAISED], 1, 1, (), ""),
     ([RAISED, RAISED], 1, 1, (), "same failure twice"),
@@ -71,8 +74,15 @@ XID = attempt("exception", text="rank 1 on n2 failed: RuntimeError: CUDA error: 
     ([RAISED, attempt("exception", seconds=3600.0)], 1, 1, (), ""),
     ([attempt("exception", checkpoint=500), RAISED], 1, 1, (), "same failure twice"),
     ([RAISED, KILLED, LOST], 2, 5, (), "3 failures without a new checkpoint"),
-    ([RAISED, KILLED, attempt("lost", lost=("n2",), checkpoint=10)], 2, 5, ("n2",), ""),
-    ([attempt("lost", lost=("n2",), stopped=True)], 1, 5, (), "not failed"),
+    ([RAISED, KILLED, lost("n2", checkpoint=10)], 2, 5, ("n2",), ""),
+    ([lost("n2", stopped=True)], 1, 5, (), "not failed"),
+    # A checkpoint of the step that was loaded is no progress.
+    ([attempt("exception", checkpoint=8), attempt("exception", checkpoint=8)], 1, 5, (), "same failure twice"),
+    ([attempt("exception", checkpoint=8), attempt("exception", checkpoint=9)], 1, 5, (), ""),
+    # The same exception, at another time and in another file.
+    ([attempt("exception", text="rank 1 on n2 failed: OSError: /scratch/n2/a.bin is gone at 12:30:01, after 17.2 s"),
+      attempt("exception", text="rank 0 on n2 failed: OSError: /scratch/n7/b.bin is gone at 13:02:47, after 3 s")],
+     1, 5, (), "same failure twice"),
     ([attempt("exception", status=0)], 1, 5, (), "not failed"),
 ])
 def test_what_follows_a_failure(attempts: list[Attempt], spares: int, restarts: int, without: tuple[str, ...],
@@ -168,10 +178,11 @@ def test_a_host_is_left_out_by_its_name_in_the_plan(capsys: pytest.CaptureFixtur
     def start(plan: Plan) -> Ended:
         result = LaunchResult()
         if len(plans) == 1:
-            result.lost_hosts.add("n2")
-            result.fail("the connection to n2 was lost", 0.0, host="n2")
-        return Ended(result, failure=result.conclude(None))
+            result.host_lost("n2", "the connection to n2 was lost", 1.0)
+        else:
+            result.process_ended("rank 0", 0, 1.0, others=False, rank=0)
+        return Ended(result.conclude())
 
-    assert Restarts(replan(()), replan, 0).run(start) == 0
+    assert Restarts(replan(()), replan, 0).run(start).complete
     assert plans[-1].hosts == ("n1.lab", "n3.lab")
     assert "restart 1 without n2.lab, with n3.lab instead" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from tests.unit.scheduler_commands import pbs_recording
 from tests.unit.submission import Ended, Login, Scripted, use_scheduler
 from utils.job import exclude_file
 from utils.job.commands import SchedulerError
+from utils.tools.launch.outcome import Outcome
 from utils.tools.schedulers.allocation import Allocation
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.scheduler import Status
@@ -289,16 +290,21 @@ class InJob:
         monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
         monkeypatch.setattr(in_job, "current_job", lambda: self)
 
-    def run(self, launch: Callable[[], int], before: Any = None, state: Any = "running") -> int:
-        """Start the job in this state; `before`: the statuses of job 1, None where there is no such job."""
-        def start(words: list[str]) -> int:
+    def run(self, launch: Callable[[], int], before: Any = None, state: Any = "running",
+            lost: tuple[str, ...] = ()) -> int:
+        """Start the job in this state; `before`: the statuses of job 1, None where there is no such job.
+
+        lost: hosts whose loss has ended the launch.
+        """
+        def start(words: list[str]) -> Outcome:
             assert words == ["--", "train.py"]
             self.started += 1
-            return launch()
+            status = launch()
+            return Outcome(status, "lost" if lost else "status", lost_hosts=lost)
 
         self.scheduler = Scripted({"1": before, "2": Status("2", state)})
         self._monkeypatch.setattr(in_job, "get_scheduler", lambda name: self.scheduler)
-        self._monkeypatch.setattr("utils.tools.launch.launch_cli.main", start)
+        self._monkeypatch.setattr("utils.tools.launch.launch_cli.launch", start)
         return in_job.main([str(self.folder), "1" if before else "", "--", "train.py"])
 
     @property
@@ -351,8 +357,16 @@ def test_chain_continues_without_a_host_that_was_lost(job: InJob, monkeypatch: p
         exclude_file.add(os.environ[exclude_file.VARIABLE], {"n2.cluster": "launch: lost", "n9": "another job"})
         return 1
 
-    assert (job.run(fail), job.recorded) == (1, HOST_LOST)
+    assert (job.run(fail, lost=("n2",)), job.recorded) == (1, HOST_LOST)
     assert (job.scheduler.cancelled, job.scheduler.excluded) == ([], {"3": ["n2"]})
+
+
+def test_an_error_after_a_replaced_host_is_the_end_of_the_chain(job: InJob) -> None:
+    def fail() -> int:  # a spare has replaced n2 meanwhile
+        exclude_file.add(os.environ[exclude_file.VARIABLE], {"n2.cluster": "launch: lost"})
+        return 1
+
+    assert (job.run(fail), job.recorded, job.scheduler.cancelled) == (1, 1, ["3"])
 
 
 @pytest.mark.parametrize(("left", "seconds_left", "recorded", "cancelled"), [

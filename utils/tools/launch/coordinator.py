@@ -18,9 +18,9 @@ from .host_ranks import host_processes, signals_workers
 from .host_readiness import checksum_of
 from .launch_connection import Launch, LaunchServer, address_of_rank_0, peer_address
 from .launch_plan import index_of
-from .launch_result import describe_status
 from .native_launch import more_open_files, start_command
 from .nested import note_groups
+from .outcome import describe_status
 from .rank_output import labelled, write_output
 
 START_SECONDS = 120.0  # until every agent has connected
@@ -265,14 +265,12 @@ class Coordinator(LaunchServer):
         """Note that an agent is lost. host_lost: with its host."""
         if index not in self._done:
             self._done.add(index)
-            if host_lost:
-                self._result.lost_hosts.add(self._plan.hosts[index])
-            self._result.fail(
-                f"the connection to {self._plan.hosts[index]} was lost. The host, its network or "
-                "the agent there has failed",
-                time.monotonic(),
-                host=self._plan.hosts[index],
-            )
+            host, now = self._plan.hosts[index], time.monotonic()
+            what = "the host or its network" if host_lost else "the agent there"
+            text = f"the connection to {host} was lost: {what} has failed"
+            note = self._result.host_lost if host_lost else self._result.launcher_gone
+            note(host, text, now)
+            self._result.failed_at = self._result.failed_at or now
 
     # Ending
 
@@ -300,8 +298,9 @@ class Coordinator(LaunchServer):
         # Agents that have not connected are ended together with what starts them.
         late = now > self._end_sent_at + END_SECONDS
         if late or not self._ranks_started:
-            lost = (host for host, peer in self.clients.items() if peer.is_unacknowledged())
-            self._result.lost_hosts.update(self._plan.hosts[host] for host in lost)
+            for host, peer in self.clients.items():
+                if host not in self._done and peer.is_unacknowledged():
+                    self._note_lost(host, host_lost=True)
             self._done.update(range(len(self._plan.hosts)))
 
 

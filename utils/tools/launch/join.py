@@ -37,18 +37,15 @@ class JoinedRank(NamedTuple):
     reached: str  # the address by which the rank has reached this host
     port: int = 0  # of rank 0: reserved on its host
     cores: RankMask = RankMask(mask="", gpu_nodes=[])
-    process: tuple[int, int | None, str] = (0, None, "")  # id, start time, PID namespace
 
 
 class JoinServer(LaunchServer):
     """The ranks of one launch, until all of them have joined or one could not.
 
     complete: all ranks were sent their variables. problem: why the launch has failed; empty while
-    it has not. lost_rank: a rank ended before all had joined. ended_at: when the last rank has
-    ended, by time.monotonic(), as the hosts report it. watched: the rank of each host that has
-    started the watch there, until that ends. orphaned: hosts where a process of the launcher has
+    it has not. running: ranks whose parent has reported no end, and is there. ended_at: when the
+    last of them has ended, by time.monotonic(). orphaned: hosts where a process of the launcher has
     ended before its ranks, and what has happened; not for the command itself, command_pid.
-    ends: ranks that have ended, in the order of the reports: time.monotonic(), rank, host.
     """
 
     def __init__(
@@ -64,14 +61,12 @@ class JoinServer(LaunchServer):
         self._launcher = plan.method.name
         self._joined: dict[int, JoinedRank] = {}
         self._limit = time.monotonic() + START_SECONDS
-        self.watched: set[int] = set()
-        self._handled: dict[int, list[int]] = {}  # signals, by ranks of watched
+        self.running: set[int] = set()
+        self._handled: dict[int, list[int]] = {}  # signals, by rank
         self.orphaned: dict[str, str] = {}
         self.command_pid = 0
-        self.ends: list[tuple[float, int, str]] = []
-        self._end_reported = False
         self.ended_at: float | None = None
-        self.complete = self.lost_rank = False
+        self.complete = False
         self.problem = ""
 
     def wait_longer(self, now: float) -> None:
@@ -88,8 +83,8 @@ class JoinServer(LaunchServer):
             )
 
     def all_handle(self, number: int) -> bool:
-        """Return whether all ranks run and handle a signal, as far as the hosts report it."""
-        return self.complete and all(number in self._handled.get(rank, ()) for rank in self.watched)
+        """Return whether all ranks run and handle a signal, as far as their parents report it."""
+        return self.complete and all(number in self._handled.get(rank, ()) for rank in self.running)
 
     def missing(self) -> str:
         """Return "2 of 4 ranks did not join: ranks 1,3"."""
@@ -133,18 +128,18 @@ class JoinServer(LaunchServer):
         by_host: dict[str, list[JoinedRank]] = {}  # by local rank
         for rank in sorted(variables_of, key=lambda rank: int(variables_of[rank]["LOCAL_RANK"])):
             by_host.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank])
-        self.watched = {on_host[0].rank for on_host in by_host.values()}
+        self.running = set(self._joined)
         for rank, variables in variables_of.items():
             on_host = by_host[variables["NODE_RANK"]]
-            processes = [joined.process for joined in on_host] if rank in self.watched else []
+            # One parent on each host looks which groups the ranks there form.
+            is_watched = self._plan.is_watched and rank == on_host[0].rank
             self.clients[rank].send(
                 {
                     "kind": "variables",
                     "variables": {**variables, LAUNCH_VARIABLE: launches},
                     "num_hosts": num_hosts,
                     "cores": [joined.cores for joined in on_host],
-                    "watched_ranks": len(on_host) if self._plan.is_watched else 0,
-                    "processes": processes,
+                    "watched_ranks": len(on_host) if is_watched else 0,
                 },
             )
 
@@ -158,26 +153,45 @@ class JoinServer(LaunchServer):
             host, (pid, parent) = self._joined[index].host[0], message["parent"]
             text = (
                 f"{parent} on {host} has ended before the ranks that it had started there: it was "
-                "killed, or has failed. Their output and exit status are lost. See dmesg there"
+                "killed, or has failed. Their output is lost. See dmesg there"
             )
             if (host, pid) != (socket.gethostname(), self.command_pid):
                 self.orphaned[host] = text
-        if message["kind"] == "ended":
-            for rank, joined in self._joined.items():
-                if (joined.host, joined.process[0]) == (self._joined[index].host, message["pid"]):
-                    self.ends.append((time.monotonic(), rank, joined.host[0]))
-        self._end_reported |= message["kind"] == "done"
+        if message["kind"] == "exit":
+            self._rank_ended(index, message["status"])
+
+    def _rank_ended(self, rank: int, status: int) -> None:
+        self.running.discard(rank)
+        host = self._joined[rank].host[0]
+        who, now, others = f"rank {rank} on {host}", time.monotonic(), bool(self.running)
+        self._result.process_ended(who, status, now, others=others, rank=rank, host=host)
+        self.ended_at = None if others else now
+
+    def probe(self) -> None:
+        """Send something that each host has to acknowledge; see note_unresponsive()."""
+        self.send_to_all({"kind": "probe"})
+
+    def note_unresponsive(self) -> None:
+        """Note the hosts of running ranks that have not acknowledged what was sent."""
+        for rank in self.running:
+            if self.clients[rank].is_unacknowledged():
+                self._host_lost(rank)
+
+    def _host_lost(self, rank: int) -> None:
+        host = self._joined[rank].host[0]
+        text = f"the connection to {host} was lost: the host or its network has failed"
+        self._result.host_lost(host, text, time.monotonic())
 
     def client_lost(self, index: int) -> None:
-        self.watched.discard(index)
+        host, now = self._joined[index].host[0], time.monotonic()
         if self.clients[index].host_lost:
-            self._result.lost_hosts.add(self._joined[index].host[0])
-        # Slurm ends the watch of a host with its ranks. A report shows that they have ended.
-        if self._end_reported and not self.watched:
-            self.ended_at = time.monotonic()
+            self._host_lost(index)
+        elif index in self.running:  # its parent was killed, perhaps with it
+            self._result.rank_lost(index, host, now)
+        self.running.discard(index)
+        if self.complete and not self.running:
+            self.ended_at = self.ended_at or now
         if not self.complete:
-            self.lost_rank = True
-            host = self._joined[index].host[0]
             self._fail(f"rank {index} on {host} ended before all ranks had joined")
 
     def out_of_files(self, error: OSError) -> None:

@@ -33,6 +33,7 @@ from .launch_result import print_error, print_status
 from .methods import MPIEXECS, NAMES
 from .methods.mpiexec import MpiexecMethod
 from .nested import refusal
+from .outcome import Outcome
 from .planner import describe, make_plan
 from .programs import Programs
 from .rank_environment import RANK_VARIABLES
@@ -134,13 +135,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ddpkit launch; return its exit status."""
+    return launch(arguments).status
+
+
+def launch(arguments: Sequence[str] | None = None) -> Outcome:
+    """Run ddpkit launch; return how it has ended."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words and os.environ.get("PBS_ENVIRONMENT") == "PBS_BATCH":
         try:
             words = words_of_pbs_job(os.environ.get("ARGS", ""))
         except PlanError as error:
             print_error(str(error))
-            return 2
+            return Outcome(2, "command", str(error))
     args = parse(words)
     args.independent = args.independent or bool(os.environ.get(INDEPENDENT))
     if args.failure_file:
@@ -162,9 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SchedulerError,
         interpreter.InterpreterError,
     ) as error:
-        Failure(str(error), "command" if isinstance(error, PlanError) else "launch").write()
+        kind = "command" if isinstance(error, PlanError) else "launch"
+        Failure(str(error), kind).write()
         print_error(str(error))
-        return 2
+        return Outcome(2, kind, str(error))
 
     for line in describe(plan):
         print_status(line)
@@ -182,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         if args.stage:
             print_status("--stage: the ranks start from copies of their packages on each node")
-        return 0
+        return Outcome(0, "complete")
     if not plan.method.local:
         print_status(lines[0])
         if len(lines) > 1:
@@ -196,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LaunchError as error:  # it cannot listen
         Failure(str(error), "launch").write()
         print_error(str(error))
-        return 2
+        return Outcome(2, "launch", str(error))
 
 
 @contextmanager

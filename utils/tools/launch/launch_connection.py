@@ -83,17 +83,18 @@ class RankNotices:
     """What the ranks have reported, and the socket where a launch listens. A context manager.
 
     launch_secret: what agents know, and derive the secret of the ranks from. addresses, port: where
-    this process listens. variables: the environment variables that the ranks need. saved: all ranks
-    have saved. checkpoint: the newest step that is safe, where a Checkpointer has reported one.
-    failed_at: time.monotonic() of the first report of a failure. first_cause: the last one that was
-    reported, as torchrun may have restarted the ranks after an earlier one.
+    this process listens. variables: the environment variables that the ranks need. saved_at: when
+    all ranks had saved, by time.monotonic(). checkpoint: the newest step that is safe, where a
+    Checkpointer has reported one. failed_at: time.monotonic() of the first report of a failure.
+    first_cause: the last one that was reported, as torchrun may have restarted the ranks after an
+    earlier one.
     """
 
     def __init__(self, peers: int, ports: Sequence[int] = ()) -> None:
         """peers: that may connect at once. ports: those the ranks can reach; () for any."""
         self.peers = peers
         self.launch_secret = os.urandom(16).hex()
-        self.saved = False
+        self.saved_at: float | None = None
         self.checkpoint: int | None = None
         self.failed_at: float | None = None
         self.first_cause: Failure | None = None
@@ -125,7 +126,7 @@ class RankNotices:
     def note(self, peer: Channel, message: Message) -> None:
         """Note what a rank reports, and let it know: it may end then."""
         if message["what"] == "saved":
-            self.saved = True
+            self.saved_at = self.saved_at or time.monotonic()
         elif message["what"] == "checkpoint":
             self.checkpoint = max(int(message["text"]), self.checkpoint or 0)
         else:

@@ -176,7 +176,7 @@ class Method:
     local: ClassVar[bool] = False  # without agents, on this host alone
     scheduler: ClassVar[str] = ""  # the only scheduler in whose jobs it works; empty for any
     version_pattern: ClassVar[str] = ""  # of an mpiexec: what identifies its --version output
-    reports_errors: ClassVar[bool] = False  # its stderr is that of srun, for SrunErrors
+    reports_errors: ClassVar[bool] = False  # LauncherErrors reads its standard error
     kill_when_done: ClassVar[bool] = False  # commands that start agents may fail to end
     passes_secret: ClassVar[bool] = True  # to agents, by environment or standard input
 

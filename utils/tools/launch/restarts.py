@@ -3,10 +3,10 @@
 What speaks for what, in this order:
 
 1. A stop, the user, a script that all ranks have saved, a wrong command: no restart.
-2. Three failures in a row without a new checkpoint: no restart.
-3. A host is to blame: it is left out, and a spare takes its place. This is certain where the host
-   is lost, no rank could start there, or its GPU has reported an error. A rank that was killed or
-   hangs only suggests it: the program may be the cause, so the same a second time is no restart.
+2. Three failures in a row without a newer checkpoint than before: no restart.
+3. A host is suspected, by outcome.py: it is left out, and a spare takes its place. This is certain
+   where the host is lost, no rank could start there, or its GPU has reported an error. A rank that
+   was killed or hangs only suggests it, so the same a second time is no restart.
 4. Anything else, or no spare is left and the hosts still exist: a restart on the same hosts, as
    often as --max-restarts allows, unless the same failure comes twice without a new checkpoint in
    between. That is the program's own error.
@@ -16,38 +16,39 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...launch_report import Failure
 from ...restart_notice import RestartNotice
-from ..gpu_errors import GPU_ERRORS
 from .launch_plan import Plan, PlanError, index_of
 from .launch_result import Ended, print_status
+from .outcome import Outcome
 
 MOST_WITHOUT_PROGRESS = 3
 # A script without the kit's Checkpointer reports none: then so long a run counts as progress.
 PROGRESS_SECONDS = 600.0
 
-_NEVER = ("stop", "command")
-_CERTAIN = ("lost", "bad host")
-_SUSPECTED = ("killed", "hang")
+_NEVER = ("stop", "command", "network")
 _OF_LAUNCHER = r"\. (?:Rank \d+ (?:was )?ended |Slurm reports: ).*"
-_KILLED = re.compile(r"SIGKILL|SIGBUS|exit status (?:137|135)")
+_REFUSED_SECONDS = 30.0  # from a failure, until a step that Slurm refuses is given up
+_REFUSED_PAUSE_SECONDS = 2.0
+# What differs where an exception comes again.
+_DIFFERS = (
+    r"\branks? [\d,-]+|\b0x[0-9a-f]+"
+    r"|\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?)?|\b\d\d?:\d\d:\d\d(?:[.,]\d+)?"
+    r"|\b\d+(?:\.\d+)? ?(?:s|ms|us|seconds?|minutes?)\b|(?<![\w.])~?(?:/[\w.+@=-]+)+/?"
+)
 
 
 class Attempt(NamedTuple):
     """How one start of the ranks has ended.
 
-    failure: what failed first. lost_hosts: hosts that are certainly bad. stopped: by a signal, the
-    user, or after all ranks had saved. checkpoint: the newest step that a Checkpointer has reported
-    as safe in this attempt; None for none. seconds: from the start to the end.
+    checkpoint: the newest step that a Checkpointer has reported as safe in this attempt; None for
+    none. seconds: from the start to the end.
     """
 
-    status: int
-    failure: Failure | None
-    lost_hosts: tuple[str, ...] = ()
-    stopped: bool = False
+    outcome: Outcome
     checkpoint: int | None = None
     seconds: float = 0.0
 
@@ -59,87 +60,58 @@ class Restart(NamedTuple):
     why_not: str = ""
 
 
-class HostBlame(NamedTuple):
-    hosts: tuple[str, ...]
-    certain: bool
-
-
 def decide(attempts: Sequence[Attempt], spares: int, max_restarts: int) -> Restart:
     """Return what follows the last attempt.
 
     spares: hosts that are still unused. max_restarts: restarts on the same hosts that are left.
     """
-    last = attempts[-1]
-    failure = last.failure
-    if not last.status or last.stopped or failure is None:
+    last = attempts[-1].outcome
+    if not last.status or last.stopped or last.failure is None:
         return Restart(why_not="the ranks have not failed")
-    if failure.kind in _NEVER and not last.lost_hosts:
+    if last.kind in _NEVER and not last.suspects:
         return Restart(why_not="it would end in the same way")
     recent = _without_progress(attempts)
     if len(recent) >= MOST_WITHOUT_PROGRESS:
         return Restart(why_not=f"{len(recent)} failures without a new checkpoint in between")
-    blame = blamed_hosts(last)
-    if not blame.certain and len(recent) > 1 and _same(recent[-2], last):
+    if not last.certain and len(recent) > 1 and _is_same(recent[-2].outcome, last):
         return Restart(why_not="the same failure twice, without a new checkpoint in between")
-    if blame.hosts and len(blame.hosts) <= spares:
-        return Restart(blame.hosts)
-    if max_restarts and not blame.certain:
+    if last.suspects and len(last.suspects) <= spares:
+        return Restart(last.suspects)
+    if max_restarts and not last.certain:
         return Restart()
-    if blame.hosts:
-        names = ", ".join(blame.hosts)
+    if last.suspects:
+        names = ", ".join(last.suspects)
         return Restart(why_not=f"no spare host is left in the place of {names}")
     return Restart(why_not="the failure names no host, and --max-restarts allows no other restart")
 
 
-def blamed_hosts(attempt: Attempt) -> HostBlame:
-    """Return the hosts that have caused a failure, and whether that is certain."""
-    if attempt.lost_hosts:
-        return HostBlame(attempt.lost_hosts, True)
-    failure = attempt.failure
-    if failure is None or failure.host is None:
-        return HostBlame((), False)
-    host = (failure.host,)
-    if failure.kind in _CERTAIN or failure.rank is None and failure.kind == "launch":
-        return HostBlame(host, True)
-    if any(text in failure.text for text in GPU_ERRORS):
-        return HostBlame(host, True)
-    killed = failure.kind == "status" and _KILLED.search(failure.text)
-    if failure.kind in _SUSPECTED or killed:
-        return HostBlame(host, False)
-    return HostBlame((), False)
-
-
 def _without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Return the last attempts, from the first one that has saved nothing after it began."""
-    recent: list[Attempt] = []
-    for attempt in reversed(attempts):
-        recent.insert(0, attempt)
-        if _has_progress(attempt):
-            break
-    return recent
+    """Return the last attempts, from the first one that has saved nothing new after it began."""
+    newest, progress = -1, []
+    for attempt in attempts:
+        step = -1 if attempt.checkpoint is None else attempt.checkpoint
+        progress.append(step > newest or attempt.seconds >= PROGRESS_SECONDS)
+        newest = max(newest, step)
+    since = max((index for index, new in enumerate(progress) if new), default=0)
+    return list(attempts[since:])
 
 
-def _has_progress(attempt: Attempt) -> bool:
-    return attempt.checkpoint is not None or attempt.seconds >= PROGRESS_SECONDS
-
-
-def _same(first: Attempt, second: Attempt) -> bool:
+def _is_same(first: Outcome, second: Outcome) -> bool:
     """Whether two attempts failed in the same way, on whichever rank and host."""
-    if first.failure is None or second.failure is None:
-        return False
-    return _plain(first.failure) == _plain(second.failure)
+    return _plain(first) == _plain(second)
 
 
-def _plain(failure: Failure) -> str:
-    """Return the failure without what differs where it comes again: rank, host, addresses, and
-    what the launcher adds of its end, which it need not know each time.
+def _plain(outcome: Outcome) -> str:
+    """Return the failure without what differs where it comes again: rank, host, addresses, paths,
+    times, and what the launcher adds of its end, which it need not know each time.
 
     The numbers of an exception stay: "bad batch 17" and "bad batch 23" are not the same.
     """
-    text = re.sub(_OF_LAUNCHER, "", failure.text, flags=re.DOTALL)
-    text = text.replace(failure.host, "#") if failure.host else text
-    numbers = r"\branks? [\d,-]+|\b0x[0-9a-f]+" if failure.kind == "exception" else r"\d+"
-    return f"{failure.kind}: {re.sub(numbers, '#', text)}"
+    text = re.sub(_OF_LAUNCHER, "", outcome.cause, flags=re.DOTALL)
+    numbers = _DIFFERS if outcome.kind == "exception" else r"\d+"
+    text = re.sub(numbers, "#", text)
+    text = text.replace(outcome.host, "#") if outcome.host else text
+    return f"{outcome.kind}: {text}"
 
 
 class Restarts:
@@ -157,34 +129,50 @@ class Restarts:
         self._without = plan.options.without
         self._notice = RestartNotice()
 
-    def run(self, start: Callable[[Plan], Ended]) -> int:
-        """Start the ranks as often as it takes; return the exit status of the last time.
+    def run(self, start: Callable[[Plan], Ended]) -> Outcome:
+        """Start the ranks as often as it takes; return how the last time has ended.
 
         start: starts the ranks of a plan once, and waits for them.
         """
         while True:
             environ = {**self._plan.environ, **self._notice.variables()}
             ended = start(self._plan._replace(environ=environ))
+            if self._is_refused(ended):
+                time.sleep(_REFUSED_PAUSE_SECONDS)
+                continue
             plan = self._next(ended)
             if plan is None:
-                return ended.report()
+                return self._with_first_cause(ended).report()
             self._plan = plan
+
+    def _is_refused(self, ended: Ended) -> bool:
+        """Whether Slurm has refused a restart, which it may accept in a moment.
+
+        It keeps the step before, and its resources, until a lost host has responded.
+        """
+        if ended.outcome.kind != "refused" or not self._notice.number:
+            return False
+        waited = time.time() - self._notice.failed_at
+        if waited < _REFUSED_SECONDS:
+            print_status("Slurm has refused the step. It is tried again")
+            return True
+        return False
+
+    def _with_first_cause(self, ended: Ended) -> Ended:
+        """Repeat the cause of the restart where the restart itself could not start."""
+        outcome, cause = ended.outcome, self._notice.cause
+        if not cause or outcome.kind not in ("refused", "launch", "command"):
+            return ended
+        text = f"{outcome.cause}. Restart {self._notice.number} was due to this: {cause}"
+        return ended._replace(outcome=outcome._replace(cause=text))
 
     def _next(self, ended: Ended) -> Plan | None:
         """Return the plan of the next start; None where there is none. Print which or why."""
-        result, failure = ended.result, ended.failure
-        attempt = Attempt(
-            result.status,
-            failure,
-            tuple(sorted(result.lost_hosts)),
-            ended.saved or result.was_stopped or result.at_once,
-            ended.checkpoint,
-            ended.seconds,
-        )
-        self._attempts.append(attempt)
+        outcome, failure = ended.outcome, ended.outcome.failure
+        self._attempts.append(Attempt(outcome, ended.checkpoint, ended.seconds))
         restart = decide(self._attempts, len(self._plan.spares), self._left)
         if restart.why_not or failure is None:
-            if result.status and not attempt.stopped and failure is not None:
+            if outcome.status and not outcome.stopped and failure is not None:
                 print_status(f"no restart: {restart.why_not}")
             return None
         if self._plan.options.input and not _rewind_input():

@@ -18,6 +18,7 @@ from .launch_connection import Launch, LaunchServer, RankNotices
 from .launch_plan import Plan
 from .launch_result import Ended, LaunchResult
 from .nested import GroupWatch, note_groups
+from .outcome import Outcome
 from .rank_output import Outputs, labelled, write_output
 
 _DRAIN_SECONDS = 1.0
@@ -25,11 +26,11 @@ _BACKLOG = 16
 _COMPILE_SECONDS = 10.0
 
 
-def run(plan: Plan, replan: Callable[[tuple[str, ...]], Plan] | None = None) -> int:
-    """Start the ranks and wait for them; return the exit status of the launch.
+def run(plan: Plan, replan: Callable[[tuple[str, ...]], Plan] | None = None) -> Outcome:
+    """Start the ranks and wait for them; return how the launch has ended. Print its last line.
 
-    It is that of the first rank that failed, and EXIT_REQUEUE when all ranks have saved after a
-    stop, whatever the launcher in between makes of that.
+    The exit status is that of the first rank that failed, and EXIT_REQUEUE when all ranks have
+    saved after a stop, whatever the launcher in between makes of that.
 
     replan: returns the plan without some hosts, for a restart; PlanError where they are needed.
     """
@@ -44,7 +45,9 @@ def run(plan: Plan, replan: Callable[[tuple[str, ...]], Plan] | None = None) -> 
 def _run_once(plan: Plan) -> Ended:
     """Start the ranks once, and wait for them."""
     launch_id = f"{os.getpid()}-{os.urandom(6).hex()}"
-    result, began = LaunchResult(), time.monotonic()
+    starts = len(plan.hosts) if plan.options.torchrun else plan.world_size
+    result = LaunchResult(starts, plan.hosts, socket.gethostname())
+    began = time.monotonic()
     ports = plan.method.listen_ports(plan) if plan.native_launcher_starts_ranks else ()
     with (
         RankNotices(_BACKLOG + plan.world_size, ports) as notices,
@@ -53,19 +56,15 @@ def _run_once(plan: Plan) -> Ended:
         plan = plan._replace(environ={**plan.environ, **notices.variables})
         with Processes(launch_id) as processes, ExitStack() as files:
             _run(Launch(plan, launch_id, processes, files, loop, notices, result))
-    _list_lost_hosts(plan, result)
-    if notices.saved:
-        return Ended(result, saved=True)
-    if result.status and notices.first_cause is None:
+    if result.failed_at is not None and notices.first_cause is None:
         result.syntax_error = _syntax_error(plan)
-    failure = result.conclude(notices.first_cause)
+    outcome = result.conclude(notices.first_cause, notices.failed_at, notices.saved_at)
+    _list_lost_hosts(plan, outcome)
     now = time.monotonic()
     noticed = min(filter(None, (result.failed_at, notices.failed_at)), default=now)
     return Ended(
-        result,
-        False,
-        notices.first_cause,
-        failure,
+        outcome,
+        result.warning,
         notices.checkpoint,
         seconds=now - began,
         failed_at=time.time() - (now - noticed),
@@ -107,13 +106,12 @@ def _syntax_error(plan: Plan) -> str:
     return ""
 
 
-def _list_lost_hosts(plan: Plan, result: LaunchResult) -> None:
-    """Let later jobs avoid hosts that have failed, where the job has such a list.
+def _list_lost_hosts(plan: Plan, outcome: Outcome) -> None:
+    """Let later jobs avoid hosts that do not respond, where the job has such a list.
 
     If this host has lost most of several others, it may be the one that is cut off.
     """
-    file = plan.environ.get(exclude_file.VARIABLE)
-    lost = sorted(result.lost_hosts)
+    file, lost = plan.environ.get(exclude_file.VARIABLE), outcome.lost_hosts
     if file and lost and (len(lost) == 1 or 2 * len(lost) < len(plan.hosts)):
         with suppress(OSError):
             exclude_file.add(file, dict.fromkeys(lost, "launch: the host failed, or was cut off"))

@@ -65,30 +65,42 @@ def main(words: Sequence[str]) -> int:
         if records.has_started(folder, job_id):  # requeued: the file was for the run before
             stop_file.unlink(missing_ok=True)
         records.write_limit(folder, job_id, limit)
-    status = 1
+    status, lost = 1, list[str]()
     try:
         stopped = None
         if doctor_options:
             stopped = preflight.check(scheduler, folder, job_id, doctor_options, launch_words)
-        status = launch_cli.main(launch_words) if stopped is None else stopped
+        if stopped is not None:
+            status, lost = stopped, _hosts_found_bad(folder, int(started))
+        else:
+            outcome = launch_cli.launch(launch_words)
+            status, lost = outcome.status, list(outcome.lost_hosts)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
-        _end(scheduler, folder, job_id, status, int(started), limit)
+        _end(scheduler, folder, job_id, status, lost, limit)
     return status
 
 
 def _end(
-    scheduler: Scheduler, folder: Path, job_id: str, status: int, started: int, limit: float
+    scheduler: Scheduler,
+    folder: Path,
+    job_id: str,
+    status: int,
+    lost: Sequence[str],
+    limit: float,
 ) -> None:
-    """Record how this job ended, and let the rest of its chain follow from that."""
+    """Record how this job ended, and let the rest of its chain follow from that.
+
+    lost: hosts whose loss has ended it. One that a spare has replaced has not.
+    """
     if status in (0, EXIT_REQUEUE):
         _write_status(folder, job_id, status)
         if status == 0:
             cancel_later_jobs(scheduler, folder, job_id, "the training is complete")
     elif _seconds_left(default=limit - time.time()) <= 0:  # it may have been extended
         _write_status(folder, job_id, records.TIME_LIMIT)
-    elif lost := _lost_hosts(folder, started):
+    elif lost:
         _write_status(folder, job_id, records.HOST_LOST)
         _continue_without(lost, scheduler, folder, job_id)
     else:
@@ -145,8 +157,8 @@ def _write_status(folder: Path, job_id: str, status: int | str) -> None:
         note(f"the exit status could not be recorded in {folder}: {error.strerror}")
 
 
-def _lost_hosts(folder: Path, started: float) -> list[str]:
-    """Return the hosts of this job that were found bad since then: launch.py lists lost ones."""
+def _hosts_found_bad(folder: Path, started: float) -> list[str]:
+    """Return the hosts of this job that the check before it has found bad."""
     file = exclusion.path(folder.parent)
     found = {
         entry.host for entry in exclude_file.read(file) if entry.since and entry.since >= started

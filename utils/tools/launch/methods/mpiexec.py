@@ -155,6 +155,7 @@ class OpenMpi(MpiexecMethod):
     """Open MPI: version 5 starts its daemons with PRRTE, older versions with ORTE."""
 
     title = "Open MPI"
+    reports_errors = True
     version_pattern = r"\((Open MPI|OpenRTE|PRRTE)\)|\bPRRTE\b|Open MPI"
 
     def configure(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
@@ -231,6 +232,7 @@ class Pals(MpiexecMethod):
     """Only PALS gives its ranks the keys to the Slingshot network of a Cray."""
 
     title = "PALS"
+    reports_errors = True
     version_pattern = r"\bPALS\b|\bpals\b"
 
     def __init__(self, path: str) -> None:

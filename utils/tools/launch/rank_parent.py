@@ -1,0 +1,169 @@
+"""The process that srun or an mpiexec has started, as the parent of the rank: it knows its end.
+
+A native launcher reports one exit status for all ranks, and Hydra, PRRTE and srun each lose other
+signals on the way. So the process that the launcher has started does not become the program: it
+starts it, stays, and reports to ddpkit launch how it has ended. Then it ends in the same way, so
+that the launcher sees the same end. Both are in one process group: launchers signal all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from ...channel import Channel, Loop, Message
+from ...host import process
+from . import proc_reader
+from .child_processes import HANDLER_SECONDS, HELD
+from .event_loop import STOP_SIGNALS
+from .nested import LONGEST_SECONDS, GroupWatch
+
+_ORPHAN_SECONDS = 1.0  # for a rank to end by itself, once launcher and launch are gone
+_LAUNCHER_SECONDS = 1.0  # between two looks whether the launcher's process still runs
+_SEND_SECONDS = 5.0  # to hand a last report to the kernel
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def start(execute: Callable[[], NoReturn]) -> int:
+    """Start the rank by `execute`; return its process id. The rank is killed if this process is.
+
+    This process keeps open what the launcher has given it, such as PMI_FD: Hydra kills both once
+    that is closed, and the end of the rank is to be reported before.
+    """
+    parent = os.getpid()
+    stops = {*STOP_SIGNALS, signal.SIGQUIT}
+    before = {number: signal.getsignal(number) for number in stops}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    executed, write_end = os.pipe()  # exec() closes the other end
+    pid = os.fork()
+    if pid:
+        os.close(write_end)
+        os.read(executed, 1)
+        for number in stops:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(executed)
+        return pid
+    try:
+        import ctypes
+
+        with suppress(OSError, AttributeError):  # macOS has no prctl()
+            ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it was killed before
+            os.kill(os.getpid(), signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        execute()
+    finally:
+        os._exit(1)
+
+
+class RankParent:
+    """Wait for the rank, and report on it. status: as of a shell, once it has ended.
+
+    The reports are which signals of HELD it handles, the groups that it and the other ranks of this
+    host form, its end, and that the launcher's process on this host is gone.
+    """
+
+    def __init__(self, pid: int, peer: Channel, watch: GroupWatch, *, forwards: bool) -> None:
+        """peer: the launch. forwards: whether its launcher signals this process alone."""
+        self._pid, self._peer, self._watch = pid, peer, watch
+        self._launcher = os.getppid()
+        self._launcher_name = process.name(self._launcher)
+        self._handled: list[int] = []
+        self._started = time.monotonic()
+        self._next_look = 0.0
+        self._kill_at = math.inf
+        self.status: int | None = None
+        if forwards:
+            for number in STOP_SIGNALS:
+                signal.signal(number, lambda received, _: self._signal(received))
+
+    def run(self) -> None:
+        """Return when the rank has ended, and its launch knows it."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        loop = Loop()
+        loop.add(read_end, lambda _: _drain(read_end))
+        with suppress(OSError, AttributeError):  # Linux before 5.3, macOS
+            loop.add(descriptor := os.pidfd_open(self._launcher), lambda _: loop.remove(descriptor))
+        self._peer.attach(loop, lambda *_: None, lambda _: None)
+        while not self._has_ended():
+            now = time.monotonic()
+            self._report_launcher(now)
+            for message in self._watch.messages(now):
+                self._peer.send(message)
+            seconds = self._watch.next_look or LONGEST_SECONDS
+            loop.run_once(seconds, self._report_handlers(now), self._seconds_to_kill(now))
+        signal.set_wakeup_fd(-1)
+        self._peer.detach()
+        if self._watch.ended_without_group():
+            self._peer.send({"kind": "copies", "running": False}, _SEND_SECONDS)
+        report: Message = {"kind": "exit", "status": self.status, "at": time.time()}
+        self._peer.send(report, _SEND_SECONDS)
+        self._peer.receive()  # what is unread would let the kernel discard what was sent
+        self._peer.close()
+
+    def _has_ended(self) -> bool:
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            self.status = code if code >= 0 else 128 - code
+        return bool(pid)
+
+    def _report_launcher(self, now: float) -> None:
+        """Report once that the launcher's process is gone; end the rank if the launch is, too."""
+        if self._launcher_name and os.getppid() != self._launcher:
+            parent = self._launcher, self._launcher_name
+            self._launcher_name = ""
+            self._peer.send({"kind": "orphaned", "parent": parent})
+        if not self._launcher_name and self._peer.closed:
+            self._kill_at = min(self._kill_at, now + _ORPHAN_SECONDS)
+            if now >= self._kill_at:
+                process.kill([self._pid], process.session(self._pid))
+
+    def _seconds_to_kill(self, now: float) -> float:
+        return _LAUNCHER_SECONDS if self._kill_at == math.inf else max(0.0, self._kill_at - now)
+
+    def _report_handlers(self, now: float) -> float | None:
+        """Report the signals that the rank handles by now; return the seconds until the next look.
+
+        A program without handlers is looked at less and less.
+        """
+        if len(self._handled) == len(HELD):
+            return None
+        if now >= self._next_look:
+            handled = [int(each) for each in HELD if proc_reader.awaits_signal(self._pid, each)]
+            if handled != self._handled:
+                self._handled = handled
+                self._peer.send({"kind": "handled", "signals": handled})
+            self._next_look = now + max(HANDLER_SECONDS, (now - self._started) / 20)
+        return self._next_look - now
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, number)
+
+
+def _drain(descriptor: int) -> None:
+    os.read(descriptor, 4096)
+
+
+def end_like(status: int) -> NoReturn:
+    """End this process as the rank has ended: with its exit status, or by its signal."""
+    if status > 128:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core of interest is the rank's
+            signal.signal(status - 128, signal.SIG_DFL)
+        with suppress(OSError, ValueError):
+            os.kill(os.getpid(), status - 128)
+    os._exit(status)
