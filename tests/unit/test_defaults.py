@@ -42,6 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(defaults, "CENTRE_FILE", str(tmp_path / "centre.yaml"))
     (tmp_path / "config").mkdir()
     (tmp_path / "project" / "src").mkdir(parents=True)
+    (tmp_path / "project" / ".git").mkdir()
     monkeypatch.chdir(tmp_path / "project" / "src")
     return tmp_path
 
@@ -61,13 +62,14 @@ def test_project_wins_over_user_over_centre(folder: Path, monkeypatch: pytest.Mo
     if READS_TOML:
         expected |= {"site": (f"{folder}/project/./ours.yaml", project), "hang-timeout": ("90", project),
                      "check-training": ("false", project)}
+    if READS_TOML:
+        assert main(["sites", "trust"]) == 0
     assert defaults.load() == expected
     monkeypatch.setenv("DDPKIT_HANG_TIMEOUT", "7")
     assert defaults.load() == {**expected, "hang-timeout": ("7", "$DDPKIT_HANG_TIMEOUT")}
 
 
 @pytest.mark.parametrize(("files", "message"), [
-    ({"user": "acount: x"}, "config/ddpkit.yaml: the key 'acount' is unknown. Did you mean 'account'?"),
     ({"user": "account: a\nhang-timeout: soon"}, "hang-timeout is 'soon'. Expected a value such as 300"),
     ({"centre": "account: a\n- b"}, "centre.yaml, line 2: '- b' is not 'key: value'"),
     *[({"project": "[tool.ddpkit]\nport-range = 7"}, "port-range is '7'. Expected"),
@@ -81,6 +83,14 @@ def test_mistake_names_file_and_key(folder: Path, files: dict[str, str], message
     for words in (["launch", "-n", "2", "hostname"], ["submit", "run", "train.py"], ["sites", "config"]):
         assert main(words) in (1, 2)
         assert message in capsys.readouterr().err
+
+
+def test_unknown_key_is_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, user="acount: x\naccount: a\n")
+    assert main(["sites", "config"]) == 0
+    found = capsys.readouterr()
+    assert found.out.splitlines()[1].split()[:2] == ["account", "a"]
+    assert found.err.count("config/ddpkit.yaml: the key 'acount' is unknown and ignored. Did you mean 'account'?") == 1
 
 
 def test_python_3_10_says_that_it_reads_no_toml(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def test_modules_bring_python_unless_the_user_has_activated_one(
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("list --output x.yaml", "error: list takes no --output"), ("new alps", "unrecognized arguments: alps"),
+    ("list --output x.yaml", "error: list takes no --output"), ("new alps", "error: new takes no FILE"),
     ("new --output no/x.yaml", "no/x.yaml cannot be written: No such file or directory")])
 def test_mistake_in_the_command_line_is_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="[12]"):

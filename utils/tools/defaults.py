@@ -1,18 +1,25 @@
 """Defaults of options in files: of a project, of a user, and of a centre.
 
-The command line wins, then variables, then [tool.ddpkit] of the nearest pyproject.toml, then
-~/.config/ddpkit.yaml, then jobs/ddpkit.yaml beside the installation.
+The command line wins, then variables, then [tool.ddpkit] of the project's pyproject.toml, then
+~/.config/ddpkit.yaml, then jobs/ddpkit.yaml beside the installation. A file that another user may
+change is not read; what runs programs or writes into job scripts counts in a project's file once
+the user has said so (trust()).
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
+import shlex
+import stat
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ..host.trust import NotTrusted, make_folder, may_trust
 from ..launch_error import LaunchError
 from .interpreter import KIT
 
@@ -92,6 +99,11 @@ SETTINGS = {
     ),
 }
 _OF_RANKS = ("hang-timeout", "port-range", "check-training")
+# They lead to programs and files that the kit runs, or writes into job scripts.
+_NEED_TRUST = ("site", "python", "stage-dir")
+_PROJECT_FILE = "pyproject.toml"
+_LONGEST = 1 << 20  # bytes of a file
+_warned: set[str] = set()  # a command loads the files several times
 
 
 class DefaultsError(LaunchError):
@@ -107,30 +119,81 @@ class Default(NamedTuple):
 
 def files(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the paths of the files, the first of which wins; they need not exist."""
-    folder = os.getcwd()
-    while not os.path.isfile(os.path.join(folder, "pyproject.toml")):
-        if folder == os.path.dirname(folder):
-            folder = os.getcwd()
+    return [project_file(), os.path.join(_config_folder(environ), "ddpkit.yaml"), CENTRE_FILE]
+
+
+def project_file() -> str:
+    """Return the path of the project's file, which need not exist.
+
+    It is the nearest one of this folder and of those above it, up to the root of the repository or
+    the home folder. In no repository and not below the home folder, it is that of this folder.
+    """
+    folders = [os.getcwd()]
+    home = os.path.realpath(os.path.expanduser("~"))
+    while not os.path.exists(os.path.join(folders[-1], ".git")) and folders[-1] != home:
+        above = os.path.dirname(folders[-1])
+        if above == folders[-1]:
+            del folders[1:]
             break
-        folder = os.path.dirname(folder)
-    config = environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return [
-        os.path.join(folder, "pyproject.toml"),
-        os.path.join(config, "ddpkit.yaml"),
-        CENTRE_FILE,
-    ]
+        folders.append(above)
+    paths = [os.path.join(folder, _PROJECT_FILE) for folder in folders]
+    return next(filter(os.path.lexists, paths), paths[0])
 
 
 def load(environ: Mapping[str, str] = os.environ) -> dict[str, Default]:
-    """Return the values that variables and files set. Raises DefaultsError."""
+    """Return the values that variables and files set. Raises DefaultsError.
+
+    A file that another user may change is left out, as are unknown keys, and keys of a project's
+    file that need trust(): a warning says so, once in a process.
+    """
     found: dict[str, Default] = {}
     for name, setting in SETTINGS.items():
         if setting.variable and environ.get(setting.variable):
             found[name] = Default(environ[setting.variable], f"${setting.variable}")
     for path in files(environ):
-        for name, value in _read(path):
-            found.setdefault(name, Default(_checked(path, name, value), path))
+        try:
+            content = _content(path)
+        except NotTrusted as error:
+            _warn(str(error))
+            continue
+        values = {
+            name: Default(_checked(path, name, value), path)
+            for name, value in _read(path, content)
+            if _is_known(path, name)
+        }
+        needing = [name for name in _NEED_TRUST if name in values]
+        if needing and path.endswith(_PROJECT_FILE) and not _is_trusted(path, content, environ):
+            _warn(
+                f"{path} sets {' and '.join(needing)}, which is ignored until you trust this file. "
+                f"Read it, then run: ddpkit sites trust {shlex.quote(path)}"
+            )
+            for name in needing:
+                del values[name]
+        for name, value in values.items():
+            found.setdefault(name, value)
     return found
+
+
+def trust(path: str, environ: Mapping[str, str] = os.environ) -> dict[str, Default]:
+    """Let all values of a project's file count while its content stays as it is; return them.
+
+    Raises DefaultsError where there is nothing to trust, or another user may change the file.
+    """
+    path = os.path.abspath(path)
+    try:
+        content = _content(path)
+        values = {
+            name: Default(_checked(path, name, value), path)
+            for name, value in _read(path, content)
+            if _is_known(path, name)
+        }
+        if not values:
+            raise DefaultsError(f"{path} has no [tool.ddpkit]. Expected the file of a project")
+        if not _is_trusted(path, content, environ):
+            _add_trusted(f"{_digest(path, content)} {path}\n", environ)
+    except OSError as error:
+        raise DefaultsError(f"{error}. The file is not trusted") from None
+    return values
 
 
 def set_variables(environ: MutableMapping[str, str]) -> None:
@@ -146,14 +209,84 @@ def python(environ: Mapping[str, str] = os.environ) -> Default | None:
     return load({**environ, "PYTHON": ""}).get("python")
 
 
-def _read(path: str) -> Iterator[tuple[str, Any]]:
+def _warn(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        print(f"ddpkit: warning: {text}", file=sys.stderr)
+
+
+def _config_folder(environ: Mapping[str, str]) -> str:
+    return environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+
+
+def _content(path: str) -> bytes:
+    """Return what a file holds, b"" where there is none. Raises NotTrusted, DefaultsError."""
+    remedy = (
+        "make it yours and closed to writing by others (chmod go-w), or use variables and options"
+    )
+    try:
+        # Who may write the centre's file may write the kit beside it.
+        opened = os.open(path, os.O_RDONLY) if path == CENTRE_FILE else may_trust(path, remedy)
+        with open(opened, "rb") as file:
+            return file.read(_LONGEST)
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+    except NotTrusted:
+        raise
+    except OSError as error:
+        problem = error.strerror or error
+        raise DefaultsError(f"{path} cannot be read: {problem}. Expected a text file") from None
+
+
+# Trusted files: lines of "DIGEST PATH" in a private file ------------------------------------------
+
+
+def _digest(path: str, content: bytes) -> str:
+    """Return the digest of a file's place and content: relative paths in it start there."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(path)) + b"\0" + content).hexdigest()
+
+
+def _trusted_file(environ: Mapping[str, str]) -> str:
+    return os.path.join(_config_folder(environ), "ddpkit", "trusted")
+
+
+def _is_trusted(path: str, content: bytes, environ: Mapping[str, str]) -> bool:
+    try:
+        with open(may_trust(_trusted_file(environ), "make it yours alone"), "rb") as file:
+            lines = file.read(_LONGEST).splitlines()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        _warn(str(error))
+        return False
+    return any(line.startswith(_digest(path, content).encode()) for line in lines)
+
+
+def _add_trusted(line: str, environ: Mapping[str, str]) -> None:
+    """Append a line to the file, which this user alone can read. Raises OSError."""
+    file = _trusted_file(environ)
+    os.makedirs(_config_folder(environ), mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        make_folder(os.path.dirname(file), 0o700)
+    folder = may_trust(os.path.dirname(file), "make it yours alone, or set XDG_CONFIG_HOME")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(os.path.basename(file), flags, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
+    with open(descriptor, "wb") as opened:
+        os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
+        opened.write(os.fsencode(line))
+
+
+# What a file holds --------------------------------------------------------------------------------
+
+
+def _read(path: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values of a file."""
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except FileNotFoundError:
-        return
-    except (OSError, UnicodeDecodeError) as error:
+        text = content.decode()
+    except UnicodeDecodeError as error:
         raise DefaultsError(f"{path} cannot be read: {error}. Expected a text file") from None
     if path.endswith(".toml"):
         yield from _toml_table(path, text)
@@ -189,14 +322,21 @@ def _toml_table(path: str, text: str) -> Iterator[tuple[str, Any]]:
     yield from table.items()
 
 
+def _is_known(path: str, name: str) -> bool:
+    """Whether there is such a key; a warning says where it is not, and the other keys count."""
+    if name in SETTINGS:
+        return True
+    near = difflib.get_close_matches(name, SETTINGS, 1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    _warn(
+        f"{path}: the key {name!r} is unknown and ignored. {hint}Expected one of: "
+        f"{', '.join(SETTINGS)}"
+    )
+    return False
+
+
 def _checked(path: str, name: str, value: object) -> str:
     """Return a value as text. Raises DefaultsError for one that is not as expected."""
-    if name not in SETTINGS:
-        near = difflib.get_close_matches(name, SETTINGS, 1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise DefaultsError(
-            f"{path}: the key {name!r} is unknown. {hint}Expected one of: {', '.join(SETTINGS)}"
-        )
     setting = SETTINGS[name]
     text = str(value).lower() if isinstance(value, bool) else str(value)
     if not re.fullmatch(setting.form, text):

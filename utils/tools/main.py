@@ -56,7 +56,7 @@ COMMANDS = {
 }
 _SUBCOMMANDS = {  # typed as a command: where it is
     **{name: f"submit {name}" for name in ("run", "status", "list", "logs", "stop", "cancel")},
-    **{name: f"sites {name}" for name in ("new", "config")},
+    **{name: f"sites {name}" for name in ("new", "config", "trust")},
 }
 _OF_JOB_SCRIPTS = {"job": Command("", "submission.job_start")}
 

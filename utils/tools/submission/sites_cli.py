@@ -1,4 +1,4 @@
-"""`sites`: list the profiles of clusters, write one for this cluster, and print defaults."""
+"""`sites`: list the profiles of clusters, write one for this cluster, print and trust defaults."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ ddpkit sites list                     list the profiles of the kit, and where th
 ddpkit sites new --output ours.yaml   write a profile from what the scheduler, the modules and the
                                       hardware report; run it on a node with GPUs
 ddpkit sites config                   print the defaults of options, and the file each is from
+ddpkit sites trust [FILE]             let site, python and stage-dir of this project's
+                                      pyproject.toml count while its content stays as it is
 """
 
 
@@ -36,7 +38,11 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(sys.argv[1:] if words is None else words)
     if args.output and args.subcommand != "new":
         parser.error(f"{args.subcommand} takes no --output")
+    if args.file and args.subcommand != "trust":
+        parser.error(f"{args.subcommand} takes no FILE")
     try:
+        if args.subcommand == "trust":
+            return _trust(args.file or defaults.project_file())
         if args.subcommand == "config":
             return _print_defaults()
         return _list() if args.subcommand == "list" else _new(args.output)
@@ -52,12 +58,13 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="ddpkit sites",
-        usage="ddpkit sites list | new [--output FILE] | config",
+        usage="ddpkit sites list | new [--output FILE] | config | trust [FILE]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("subcommand", choices=("list", "new", "config"))
+    parser.add_argument("subcommand", choices=("list", "new", "config", "trust"))
+    parser.add_argument("file", nargs="?", metavar="FILE", help="of trust: a pyproject.toml")
     group = parser.add_argument_group("new").add_argument
     group("--output", type=Path, metavar="FILE", help="a new file (default: standard output)")
     return parser
@@ -85,6 +92,13 @@ def _print_defaults() -> int:
     print("\nThe command line wins, then variables, then these files:")
     for path in defaults.files():
         print(f"  {path}{'' if os.path.exists(path) else ' (does not exist)'}")
+    return 0
+
+
+def _trust(path: str) -> int:
+    for name, value in defaults.trust(path).items():
+        print(f"{name:<14}  {value.value}")
+    print(f"{path}: trusted until its content changes")
     return 0
 
 

@@ -1,0 +1,161 @@
+"""Files that the kit finds by itself: those that another user may change are not used."""
+from __future__ import annotations
+
+import grp  # the child of trusts() may not read the file of this module
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
+from utils.host.trust import NotTrusted, may_trust
+
+__all__ = ["grp", "machine"]
+needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
+
+
+# may_trust() --------------------------------------------------------------------------------------
+
+USER = 61235  # neither root nor the attacker
+
+
+def trusts(path: Path) -> str:
+    """Return what a user reads from a trusted file, or the message of the error."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(USER)
+            os.setuid(USER)
+            text = os.read(may_trust(path, "name another"), 99)
+        except BaseException as error:
+            text = str(error).encode()
+        os.write(writing, text)
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with open(reading) as pipe:
+        return pipe.read()
+
+
+def test_own_file_of_a_sticky_folder_is_trusted(machine: Machine) -> None:
+    assert trusts(machine.write(machine.folder / "mine", "text", USER)) == "text"
+    assert trusts(machine.write(machine.folder / "roots", "text", 0)) == "text"
+
+
+def test_link_to_an_own_file_is_trusted(machine: Machine) -> None:
+    file = machine.write(machine.make("folder", USER) / "file", "text", USER)
+    (machine.folder / "link").symlink_to("folder/../folder/file")
+    (machine.folder / "second").symlink_to(machine.folder / "link")
+    assert [trusts(machine.folder / name) for name in ("link", "second")] == ["text", "text"]
+    machine.attack(["ln", "-s", str(file), "third"])
+    assert f"because another user owns {machine.folder}/third" in trusts(machine.folder / "third")
+
+
+def test_file_below_a_closed_folder_may_be_writable(machine: Machine) -> None:
+    inner = machine.make("closed", USER, 0o700) / "project"
+    inner.mkdir()
+    inner.chmod(0o777)
+    assert trusts(machine.write(inner / "file", "text", 0, 0o666)) == "text"
+
+
+@pytest.mark.parametrize(("user", "mode", "folder_user", "folder_mode", "reason"), [
+    (ATTACKER, 0o644, USER, 0o755, "another user owns {file} (owner 61234, mode 0644)"),
+    (USER, 0o666, USER, 0o755, "other users may write {file} (owner 61235, mode 0666)"),
+    (USER, 0o664, USER, 0o755, "other users may write {file} (owner 61235, mode 0664)"),
+    (USER, 0o644, ATTACKER, 0o755, "another user owns {folder} (owner 61234, mode 0755)"),
+    (USER, 0o644, USER, 0o777, "other users may write {folder} (owner 61235, mode 0777)"),
+    (USER, 0o644, USER, 0o2775, "other users may write {folder} (owner 61235, mode 2775)")])
+def test_refusal_is_a_sentence(machine: Machine, user: int, mode: int, folder_user: int, folder_mode: int,
+                               reason: str) -> None:
+    folder = machine.make("folder", folder_user, folder_mode, group=GROUP)
+    file = machine.write(folder / "file", "text", user, mode)
+    expected = f"{file} is not used, because {reason.format(file=file, folder=folder)}; name another"
+    assert trusts(file) == expected
+
+
+def test_loop_of_links_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        may_trust(tmp_path / "loop", "")
+
+
+def test_folder_such_as_tmp_is_trusted_as_a_parent_only(machine: Machine) -> None:
+    os.close(may_trust(machine.folder, "", is_parent=True))
+    with pytest.raises(NotTrusted, match="mode 1777"):
+        may_trust(machine.folder, "")
+
+
+# Defaults of options ------------------------------------------------------------------------------
+
+@pytest.fixture
+def program(machine: Machine) -> Path:
+    """A program of the attacker that leaves a file where it has run."""
+    bait = machine.make("bait", ATTACKER, 0o777)
+    text = f"#!/bin/sh\nid >> '{bait}/log'\nexec {sys.executable} \"$@\"\n"
+    return machine.write(bait / "python", text, ATTACKER, 0o755)
+
+
+COMMANDS = (["launch", "--dry-run", "t.py"], ["submit", "run", "--site", "generic-slurm", "--dry-run", "t.py"],
+            ["sites", "config"])
+
+
+def project_of(machine: Machine, folder: Path, program: Path, user: int) -> str:
+    """Write a project's file which names the program, and a profile with a line for the job script."""
+    profile = machine.write(folder / "site.yaml", "title: x\nscheduler: slurm\nsetup: [echo planted]\n", user)
+    return f'[tool.ddpkit]\npython = "{program}"\nsite = "{profile}"\naccount = "abc"\n'
+
+
+@needs_toml
+@pytest.mark.parametrize("place", ["above a folder of the victim", "in a clone of the attacker"])
+def test_project_file_of_another_user_is_not_read(machine: Machine, program: Path, place: str) -> None:
+    folder = machine.folder if "above" in place else machine.make("clone", ATTACKER)
+    (folder / ".git").mkdir()
+    machine.write(folder / "pyproject.toml", project_of(machine, folder, program, ATTACKER), ATTACKER)
+    work = machine.make("work", VICTIM) if "above" in place else folder
+    machine.write(work / "t.py", "print('hello')\n", VICTIM)
+    for words in COMMANDS:
+        done = machine.kit(*words, cwd=work)
+        assert done.stderr.count(f"{folder}/pyproject.toml is not used, because another user owns ") == 1, done
+        assert "abc" not in done.stdout and "planted" not in done.stdout
+    assert not (program.parent / "log").exists()
+
+
+@needs_toml
+def test_own_project_file_runs_nothing_until_it_is_trusted(machine: Machine, program: Path) -> None:
+    work = machine.make("work", VICTIM)
+    file = machine.write(work / "pyproject.toml", project_of(machine, work, program, VICTIM), VICTIM)
+    machine.write(work / "t.py", "print('hello')\n", VICTIM)
+    for words in COMMANDS:
+        done = machine.kit(*words, cwd=work)
+        assert f"Read it, then run: ddpkit sites trust '{file}'" in done.stderr and "planted" not in done.stdout
+    assert "abc" in done.stdout  # an account runs nothing
+    assert not (program.parent / "log").exists()
+
+    done = machine.kit("sites", "trust", cwd=work, umask=0)
+    assert f"{file}: trusted" in done.stdout, done
+    assert oct((machine.home / ".config/ddpkit/trusted").stat().st_mode) == oct(0o100600)
+    done = machine.kit("launch", "--dry-run", "t.py", cwd=work)
+    assert "sites trust" not in done.stderr and (program.parent / "log").exists()
+    file.write_text(file.read_text() + "stage = true\n")
+    assert "sites trust" in machine.kit("sites", "config", cwd=work).stderr
+
+
+@needs_toml
+def test_project_file_is_looked_for_up_to_the_repository(machine: Machine) -> None:
+    outer = machine.make("outer", VICTIM)
+    machine.write(outer / "pyproject.toml", '[tool.ddpkit]\naccount = "outer"\n', VICTIM)
+    work = machine.make("outer/work", VICTIM)
+    assert "outer" not in machine.kit("sites", "config", cwd=work).stdout.splitlines()[1].split()
+    machine.make("outer/.git", VICTIM)
+    assert "outer" in machine.kit("sites", "config", cwd=work).stdout.splitlines()[1].split()
+    machine.make("outer/work/.git", VICTIM)
+    assert "outer" not in machine.kit("sites", "config", cwd=work).stdout.splitlines()[1].split()
+
+
+def test_trust_of_a_file_that_others_may_write_is_refused(machine: Machine) -> None:
+    file = machine.write(machine.folder / "pyproject.toml", "[tool.ddpkit]\npython = 'x'\n", VICTIM, 0o666)
+    done = machine.kit("sites", "trust", cwd=machine.folder)
+    assert done.returncode == 1 and f"other users may write {file} (owner root, mode 0666)" in done.stderr

@@ -1,0 +1,137 @@
+"""Check that a file or folder which the kit found by itself is this user's, and stays so.
+
+A descriptor of what was checked is returned, and used from then on: a name can be given to another
+file at any time, a descriptor cannot.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+_MOST_LINKS = 40  # as Linux follows in one path
+_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
+# A FIFO in the place of a file must not keep the process waiting.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class NotTrusted(PermissionError):
+    """Another user owns a file, or may replace it. The message is one sentence."""
+
+    def __init__(self, path: str, reason: str, remedy: str) -> None:
+        super().__init__(errno.EPERM, f"{path} is not used, because {reason}; {remedy}")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def may_trust(path: str | os.PathLike[str], remedy: str, *, is_parent: bool = False) -> int:
+    """Return an open descriptor of a file or folder that only this user and root can change.
+
+    Each folder above it is checked as well, and the folders to which links lead: another user may
+    neither own one, nor write into one without the sticky bit. Below a folder that nobody else may
+    enter, permissions to write do not count.
+
+    remedy: what the user can do, such as "name another folder with --folder". is_parent: the path
+    is a folder in which the caller makes its own; it may be as /tmp is, which all may write into
+    and which has the sticky bit. Its descriptor serves as dir_fd, and for nothing else.
+    Raises NotTrusted, and OSError where the path cannot be opened.
+    """
+    text = os.path.join(os.getcwd(), path)
+    names = _names(text)
+    is_closed, links, place = False, 0, "/"
+    folder = os.open("/", _FOLDER)
+    try:
+        while names:
+            is_closed = _check(text, place, os.fstat(folder), remedy, is_closed, may_be_sticky=True)
+            name = names.pop()
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                _check_owner(text, os.path.join(place, name), found, remedy)
+                links += 1
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), text)
+                target = os.readlink(name, dir_fd=folder)
+                names += _names(target)
+                if target.startswith("/"):
+                    name, place, is_closed = "/", "/", False
+                else:
+                    continue
+            elif name == "..":
+                is_closed = False
+            is_last = not names and not stat.S_ISLNK(found.st_mode)
+            flags = _FILE if is_last and not is_parent else _FOLDER
+            opened = os.open(name, flags, dir_fd=folder)
+            os.close(folder)
+            folder, place = opened, os.path.normpath(os.path.join(place, name))
+        _check(text, place, os.fstat(folder), remedy, is_closed, may_be_sticky=is_parent)
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
+def make_folder(path: str | os.PathLike[str], mode: int, *, dir_fd: int | None = None) -> None:
+    """Make a folder with this mode, whatever the umask; FileExistsError where there is one."""
+    os.mkdir(path, mode & 0o700, dir_fd=dir_fd)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    try:
+        os.fchmod(descriptor, mode)
+    finally:
+        os.close(descriptor)
+
+
+def _names(path: str) -> list[str]:
+    """Return the parts of a path, the first one at the end."""
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
+
+
+def _check(
+    path: str,
+    place: str,
+    found: os.stat_result,
+    remedy: str,
+    is_closed: bool,
+    *,
+    may_be_sticky: bool,
+) -> bool:
+    """Raise NotTrusted, or return whether others cannot enter this folder or one above it."""
+    _check_owner(path, place, found, remedy)
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)  # an ACL's are among the group's
+    is_sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if writers and not is_closed and not (is_sticky and may_be_sticky):
+        if writers & stat.S_IWOTH or not _is_private_group(found.st_gid):
+            raise NotTrusted(path, f"other users may write {_describe(place, found)}", remedy)
+    return is_closed or not found.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+
+
+def _check_owner(path: str, place: str, found: os.stat_result, remedy: str) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        raise NotTrusted(path, f"another user owns {_describe(place, found)}", remedy)
+
+
+def _describe(place: str, found: os.stat_result) -> str:
+    import pwd  # not on Windows, as grp
+
+    try:
+        owner = pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        owner = str(found.st_uid)
+    return f"{place} (owner {owner}, mode {stat.S_IMODE(found.st_mode):04o})"
+
+
+def _is_private_group(group_id: int) -> bool:
+    """Whether a group is this user's alone: its name is the user's (pam_umask(8), "usergroups").
+
+    Where users have such groups, their umask is often 002.
+    """
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    is_named_alike = user.pw_gid == group_id and user.pw_name == group.gr_name
+    return user.pw_uid != 0 and is_named_alike and not {*group.gr_mem} - {user.pw_name}
