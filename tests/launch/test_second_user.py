@@ -57,12 +57,12 @@ def open_folder(mode: int) -> Path:
     return folder
 
 
-def submit(project: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def submit(project: Path, *words: str, umask: int = 0o022, **variables: str) -> subprocess.CompletedProcess[str]:
     programs = project / "programs"
     programs.mkdir(exist_ok=True)
     (programs / "qsub").write_text("#!/bin/sh\necho 101.head\n")
     (programs / "qsub").chmod(0o755)
-    return subprocess.run([*SUBMIT, *words], cwd=project, text=True, capture_output=True, timeout=60,
+    return subprocess.run([*SUBMIT, *words], cwd=project, text=True, capture_output=True, timeout=60, umask=umask,
                           env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **variables})
 
 
@@ -148,10 +148,41 @@ def project() -> Iterator[Path]:
 RUN = ("run", "--site", "generic-pbs", "--no-check", "train.py")
 
 
-def test_a_folder_in_which_all_may_replace_files_is_refused(project: Path) -> None:
+def test_a_folder_in_which_others_may_write_is_refused(project: Path) -> None:
     (project / "jobs-out").mkdir()
-    (project / "jobs-out").chmod(0o777)
-    done = submit(project, *RUN)
-    assert done.returncode == 1 and "any user can replace what is in it (chmod o-w)" in done.stderr
-    (project / "jobs-out").chmod(0o1777)
+    for mode in (0o777, 0o1777, 0o775):
+        (project / "jobs-out").chmod(mode)
+        done = submit(project, *RUN)
+        expected = (f"{project}/jobs-out is not used, because other users may write {project}/jobs-out (owner root, "
+                    f"mode {mode:04o}); close it to writing by others (chmod go-w), or name another folder with "
+                    "--folder.\n")
+        assert done.returncode == 1 and done.stderr.endswith(expected), done
+    (project / "jobs-out").chmod(0o755)
     assert submit(project, *RUN).returncode == 0
+
+
+def test_a_folder_of_another_user_is_refused(project: Path) -> None:
+    project.chmod(0o1777)
+    as_other(f"mkdir -m 1777 '{project}/jobs-out'")
+    done = submit(project, *RUN)
+    assert done.returncode == 1 and f"another user owns {project}/jobs-out (owner {OTHER}, mode 1777)" in done.stderr
+    assert submit(project, *RUN[:-1], "--folder", "mine", "train.py").returncode == 0
+
+
+def test_a_folder_that_a_group_can_replace_is_refused(project: Path) -> None:
+    os.chown(project, 0, OTHER)
+    project.chmod(0o2770)
+    done = submit(project, *RUN, umask=0o002)
+    assert done.returncode == 1 and f"other users may write {project} (owner root, mode 2770)" in done.stderr
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_umask_does_not_decide_who_may_write(project: Path, umask: int) -> None:
+    os.chown(project, 0, OTHER)
+    project.chmod(0o2755)
+    done = submit(project, *RUN[:-1], "--folder", "all/jobs", "train.py", umask=umask)
+    assert done.returncode == 0, done
+    made = [project / "all", project / "all/jobs", *(project / "all/jobs").iterdir()]
+    assert [oct(path.stat().st_mode & 0o7777) for path in made] == ["0o2755", "0o2755", "0o2700"]
+    attacks = [f"mv '{made[2]}' /tmp/", f"mv '{made[1]}' '{project}/gone'", f"find '{project}/all' -writable | grep ."]
+    assert as_other(" || ".join(attacks)).returncode == 1

@@ -73,11 +73,14 @@ def may_trust(path: str | os.PathLike[str], remedy: str, *, is_parent: bool = Fa
 
 
 def make_folder(path: str | os.PathLike[str], mode: int, *, dir_fd: int | None = None) -> None:
-    """Make a folder with this mode, whatever the umask; FileExistsError where there is one."""
+    """Make a folder with this mode, whatever the umask; FileExistsError where there is one.
+
+    The setgid bit is left as it is inherited: file systems count what groups use by it.
+    """
     os.mkdir(path, mode & 0o700, dir_fd=dir_fd)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
     try:
-        os.fchmod(descriptor, mode)
+        os.fchmod(descriptor, mode | os.fstat(descriptor).st_mode & stat.S_ISGID)
     finally:
         os.close(descriptor)
 

@@ -47,8 +47,9 @@ def add(path: str | os.PathLike[str], reasons: Mapping[str, str]) -> None:
     """
     now = time.time()
     text = "".join(_format(Entry(host, now, reason)) for host, reason in reasons.items())
-    with open(path, "a", encoding="utf-8") as file:
-        if file.tell() == 0:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o644), "a", encoding="utf-8") as file:
+        if os.fstat(file.fileno()).st_size == 0:
             text = f"{_HEADER}\n{text}"
         file.write(text)  # in one call of write(2)
 

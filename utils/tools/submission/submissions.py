@@ -6,15 +6,16 @@ import dataclasses
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...host.trust import make_folder, may_trust
 from ...launch_report import EXIT_REQUEUE
 from ..schedulers.job_spec import Job
 
@@ -64,19 +65,24 @@ class Submission:
 def new_folder(parent: Path, name: str) -> Path:
     """Make the folder PARENT/NAME-DATE-TIME, which did not exist before. Raises OSError.
 
-    Only this user may enter it: what --env and the output have may be secret.
+    Only this user may enter it: what --env and the output have may be secret. Nobody else may
+    replace it: a job runs its script.
     """
+    for folder in (*reversed(parent.parents), parent):
+        if not folder.exists():
+            with suppress(FileExistsError):
+                make_folder(folder, 0o755)
+    remedy = "close it to writing by others (chmod go-w), or name another folder with --folder"
+    opened = may_trust(parent, remedy)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    for attempt in range(1000):
-        folder = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            if parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-                raise PermissionError(0, "any user can replace what is in it (chmod o-w)")
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            continue
-        return folder
+    try:
+        for attempt in range(1000):
+            folder = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+            with suppress(FileExistsError):
+                make_folder(folder.name, 0o700, dir_fd=opened)
+                return folder
+    finally:
+        os.close(opened)
     raise FileExistsError(f"{parent} holds a thousand folders {name}-{stamp}")
 
 

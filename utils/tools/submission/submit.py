@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from ...host.trust import NotTrusted
 from ...job.commands import SchedulerError
 from ...job.notation import format_walltime
 from ...job.requeue import CHAIN_VARIABLE
@@ -159,6 +160,8 @@ def submit_chain(scheduler: Scheduler, site: str, job: Job, parent: Path, count:
     """
     try:
         folder = records.new_folder(parent.absolute(), job.name or "job")
+    except NotTrusted as error:
+        raise UsageError(f"{error}.") from None
     except OSError as error:
         raise UsageError(
             f"The folder for this submission cannot be made in {parent}: {error.strerror}. Give "
