@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import grp  # the child of trusts() may not read the file of this module
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch.shared_packages import assert_one_warning, make_shared
 from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
 from utils.host.trust import NotTrusted, may_trust
 
@@ -159,3 +161,39 @@ def test_trust_of_a_file_that_others_may_write_is_refused(machine: Machine) -> N
     file = machine.write(machine.folder / "pyproject.toml", "[tool.ddpkit]\npython = 'x'\n", VICTIM, 0o666)
     done = machine.kit("sites", "trust", cwd=machine.folder)
     assert done.returncode == 1 and f"other users may write {file} (owner root, mode 0666)" in done.stderr
+
+
+# Copies of packages on a node ---------------------------------------------------------------------
+
+# Another folder in the place of the victim's, as soon as there is one.
+SWAPS = 'while ! mv "$0" "$0.away" 2> /dev/null; do sleep 0.001; done; mkdir -m 777 "$0"'
+
+
+@pytest.mark.parametrize(("user", "mode"), [(ATTACKER, 0o1777), (VICTIM, 0o777), (VICTIM, 0o2770)])
+def test_stage_folder_that_others_can_replace_is_not_used(machine: Machine, user: int, mode: int) -> None:
+    (made := machine.make("shared", VICTIM)).chmod(0o755)
+    shared = make_shared(made)
+    shared.disk.rmdir()
+    shared.disk = machine.make("stage", user, mode, group=GROUP)
+    attacker = subprocess.Popen(["bash", "-c", SWAPS, str(shared.root)], user=ATTACKER, group=ATTACKER,
+                                extra_groups=[GROUP], cwd="/")
+    try:
+        ranks, output = shared.launch()
+    finally:
+        attacker.kill()
+        attacker.wait()
+    assert shared.uses_shared(ranks) and not list(shared.disk.iterdir())
+    assert_one_warning(output, f"{shared.disk} is not used, because ")
+    assert "name another folder with --stage-dir" in output
+
+
+def test_own_stage_folder_is_made_for_this_user_whatever_the_umask(machine: Machine) -> None:
+    shared = make_shared(machine.make("shared", VICTIM))
+    shared.disk = machine.folder / "new" / "stage"
+    before = os.umask(0o002)
+    try:
+        ranks, output = shared.launch()
+    finally:
+        os.umask(before)
+    assert shared.uses_copy(ranks) and "warning" not in output, output
+    assert [oct(path.stat().st_mode & 0o777) for path in (shared.disk.parent, shared.disk)] == ["0o755", "0o755"]

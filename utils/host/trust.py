@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Collection
+from contextlib import suppress
 
 _MOST_LINKS = 40  # as Linux follows in one path
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
@@ -83,6 +85,37 @@ def make_folder(path: str | os.PathLike[str], mode: int, *, dir_fd: int | None =
         os.fchmod(descriptor, mode | os.fstat(descriptor).st_mode & stat.S_ISGID)
     finally:
         os.close(descriptor)
+
+
+def make_folders(path: str | os.PathLike[str], mode: int = 0o755) -> None:
+    """Make a folder and those above it that do not exist, with this mode, whatever the umask."""
+    text = os.fspath(path)
+    if not os.path.isdir(text):
+        above = os.path.dirname(text.rstrip("/"))
+        if above:
+            make_folders(above, mode)
+        with suppress(FileExistsError):
+            make_folder(text, mode)
+
+
+def open_owned(path: str | os.PathLike[str], owners: Collection[int], remedy: str) -> int:
+    """Return an open descriptor of a file of one of these users that nobody else can write.
+
+    The folders above are not looked at: for files beside others that are used all the same.
+    Raises NotTrusted, and OSError where the path cannot be opened.
+    """
+    text = os.fspath(path)
+    opened = os.open(text, _FILE)
+    found = os.fstat(opened)
+    problem = ""
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in owners:
+        problem = f"another user owns {_describe(text, found)}, or it is no file"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"other users may write {_describe(text, found)}"
+    if problem:
+        os.close(opened)
+        raise NotTrusted(text, problem, remedy)
+    return opened
 
 
 def _names(path: str) -> list[str]:

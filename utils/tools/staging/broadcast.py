@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ...host.trust import make_folders
 from . import Archive
 from .free_space import free_bytes
 from .node_copy import candidates, is_kept
@@ -95,7 +96,7 @@ def _create(archive: Archive, order: Mapping[str, Any]) -> int | None:
     folder = os.path.dirname(target)
     try:
         if stage_dir:
-            os.makedirs(folder, exist_ok=True)
+            make_folders(folder)
         if is_kept(archive.key, candidates(stage_dir, os.environ)):
             return None
         if free_bytes(folder) < archive.size + needed_bytes(archive):

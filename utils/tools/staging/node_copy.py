@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from ...host.trust import make_folder, may_trust
 from . import Archive, StagingError
 from .marker import MARKER, is_complete
 
@@ -104,11 +105,19 @@ def _name(folder: str) -> str:
 
 
 def _open_root(folder: str) -> str:
-    """Return the folder of this user's copies. StagingError for one that is not safe to use."""
-    root = os.path.realpath(folder) + "/" + os.path.basename(_name(folder))
-    with suppress(FileExistsError):
-        os.mkdir(root, 0o700)
-    status = os.lstat(root)
+    """Return the folder of this user's copies. OSError, StagingError for one that is not safe.
+
+    Others can replace nothing on the way to it, so that its path stays that of what was checked.
+    """
+    above, name = os.path.realpath(folder), os.path.basename(_name(folder))
+    parent = may_trust(above, "name another folder with --stage-dir", is_parent=True)
+    root = f"{above.rstrip('/')}/{name}"
+    try:
+        with suppress(FileExistsError):
+            make_folder(name, 0o700, dir_fd=parent)
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    finally:
+        os.close(parent)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise StagingError(f"{root} belongs to another user, or is no folder")
     if stat.S_IMODE(status.st_mode) & 0o077:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ... import restart_notice
 from ...effects import STAGED
+from ...host.trust import make_folders, may_trust
 from . import Archive, StagingError
 from .marker import moved_folders
 from .node_copy import candidates, prepare
@@ -39,7 +40,7 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
     folders = candidates(order["stage_dir"], os.environ)
     if order["stage_dir"]:
         with suppress(OSError):  # prepare() has the reason
-            os.makedirs(folders[0], exist_ok=True)
+            make_folders(folders[0])
     notice = restart_notice.read()
     start = f"{order['launch']}-{notice.number if notice else 0}"
     try:
@@ -72,10 +73,16 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
 def _received(path: str, size: int) -> str:
     """Return the archive that was sent to this node; "" where it must be read from its origin.
 
-    size: of a whole one.
+    size: of a whole one. Nobody else can replace the one that is returned.
     """
+    if not path:
+        return ""
     with suppress(OSError):
-        status = os.lstat(path)
+        opened = may_trust(path, "")
+        try:
+            status = os.fstat(opened)
+        finally:
+            os.close(opened)
         if status.st_uid == os.geteuid() and status.st_size == size:
             return path
     return ""

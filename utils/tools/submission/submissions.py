@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...host.trust import make_folder, may_trust
+from ...host.trust import make_folder, make_folders, may_trust
 from ...launch_report import EXIT_REQUEUE
 from ..schedulers.job_spec import Job
 
@@ -68,10 +68,7 @@ def new_folder(parent: Path, name: str) -> Path:
     Only this user may enter it: what --env and the output have may be secret. Nobody else may
     replace it: a job runs its script.
     """
-    for folder in (*reversed(parent.parents), parent):
-        if not folder.exists():
-            with suppress(FileExistsError):
-                make_folder(folder, 0o755)
+    make_folders(parent)
     remedy = "close it to writing by others (chmod go-w), or name another folder with --folder"
     opened = may_trust(parent, remedy)
     stamp = time.strftime("%Y%m%d-%H%M%S")
