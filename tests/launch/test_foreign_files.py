@@ -2,9 +2,13 @@
 from __future__ import annotations
 
 import grp  # the child of trusts() may not read the file of this module
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,9 @@ import pytest
 from tests.launch.shared_packages import assert_one_warning, make_shared
 from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
 from utils.host.trust import NotTrusted, may_trust
+from utils.tools.staging import Archive, StagingError
+from utils.tools.staging.archive import line_of
+from utils.tools.staging.unpack import make
 
 __all__ = ["grp", "machine"]
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
@@ -197,3 +204,68 @@ def test_own_stage_folder_is_made_for_this_user_whatever_the_umask(machine: Mach
         os.umask(before)
     assert shared.uses_copy(ranks) and "warning" not in output, output
     assert [oct(path.stat().st_mode & 0o777) for path in (shared.disk.parent, shared.disk)] == ["0o755", "0o755"]
+
+
+def packed(path: Path, members: list[tuple[str, str, int]]) -> Archive:
+    """Write an archive of members: name, target of a link or "", mode; a name with a slash at its end is a folder."""
+    digest = hashlib.sha256()
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
+        for name, target, mode in members:
+            info = tarfile.TarInfo(name.rstrip("/"))
+            info.mode, info.linkname = mode, target
+            info.type = tarfile.SYMTYPE if target else tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            tar.addfile(info)
+            digest.update(line_of(info))
+    return Archive("key", str(path), path.stat().st_size, len(members), digest.hexdigest(), str(path.parent))
+
+
+def test_archive_does_not_write_through_its_links(machine: Machine) -> None:
+    outside, root = machine.make("outside", VICTIM), machine.make("root", VICTIM, 0o700)
+    for name in ("link/planted", "link/./planted", "lib/../link/planted"):
+        archive = packed(machine.home / "tar", [("lib/", "", 0o755), ("link", str(outside), 0o777), (name, "", 0o644)])
+        with pytest.raises(StagingError, match="planted, (and above it no folder|which leads out)"):
+            make(str(root), str(root / "key"), archive, "")
+        assert not list(outside.iterdir()) and not list(root.iterdir())
+
+
+def test_archive_gives_no_rights_of_other_users(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = machine.make("root", VICTIM, 0o700)
+    archive = packed(machine.home / "tar", [*[(f"{name}/", "", 0o755) for name in ("bin", "lib", "packages", "also")],
+                                            ("bin/python", "", 0o6755)])
+    modes = []
+
+    def start(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        modes.append(os.stat(words[0]).st_mode)
+        return subprocess.CompletedProcess(words, 0, f"{root}/key", "")
+    monkeypatch.setattr(subprocess, "run", start)
+    make(str(root), str(root / "key"), archive, "")
+    assert [oct(mode & 0o7777) for mode in modes] == ["0o755"]
+
+
+@pytest.mark.parametrize(("name", "means"), [("tar", "owner"), ("json", "mode"), ("json", "owner"), ("index", "mode")])
+def test_kept_archive_of_another_user_is_not_used(machine: Machine, name: str, means: str) -> None:
+    shared = make_shared(machine.make("shared", VICTIM))
+    if name == "index":
+        time.sleep(2.1)  # that of younger files is not kept
+    assert "staging: packed" in shared.launch()[1]
+    file, = (shared.folder / "env" / ".ddpkit-stage").glob(f"*.{name}")
+    if means == "owner":
+        os.chown(file, ATTACKER, ATTACKER)
+    else:
+        file.chmod(0o666)
+    shutil.rmtree(shared.root)
+    ranks, output = shared.launch()
+    assert shared.uses_copy(ranks) and ("staging: packed" in output) == (name != "index")
+    file, = (shared.folder / "env" / ".ddpkit-stage").glob(f"*.{name}")
+    assert (file.stat().st_uid, oct(file.stat().st_mode & 0o777)) == (VICTIM, "0o644")
+
+
+def test_lock_of_an_archive_follows_no_link(machine: Machine) -> None:
+    shared = make_shared(machine.make("shared", VICTIM))
+    shared.launch()
+    lock, = (shared.folder / "env" / ".ddpkit-stage").glob("*.lock")
+    lock.unlink()
+    lock.symlink_to(machine.write(machine.home / "precious", "text", VICTIM))
+    lock.with_suffix(".tar").unlink()
+    shared.launch(XDG_CACHE_HOME=str(machine.home))
+    assert (machine.home / "precious").read_text() == "text"

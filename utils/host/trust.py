@@ -98,7 +98,9 @@ def make_folders(path: str | os.PathLike[str], mode: int = 0o755) -> None:
             make_folder(text, mode)
 
 
-def open_owned(path: str | os.PathLike[str], owners: Collection[int], remedy: str) -> int:
+def open_owned(
+    path: str | os.PathLike[str], owners: Collection[int], remedy: str = "remove it"
+) -> int:
     """Return an open descriptor of a file of one of these users that nobody else can write.
 
     The folders above are not looked at: for files beside others that are used all the same.

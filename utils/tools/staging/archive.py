@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+from ...host.trust import make_folders, open_owned
 from . import Archive, StagingError
 from .index import find_key
 from .packages import Environment, Member, members_of
@@ -35,13 +36,18 @@ def line_of(info: tarfile.TarInfo) -> bytes:
     )
 
 
+def owners_of(prefix: str) -> set[int]:
+    """Return the users whose archives of an environment are used: its owner's are as good as it."""
+    return {0, os.geteuid(), os.stat(prefix).st_uid}
+
+
 def get_archive(environment: Environment, note: Callable[[str], None]) -> Archive:
     """Return the archive of an environment; pack it where none is kept. Raises StagingError.
 
     note: prints a line of progress.
     """
     folders = _cache_folders(environment)
-    owners = {os.geteuid(), os.stat(environment.prefix).st_uid}
+    owners = owners_of(environment.prefix)
     key = find_key(environment, folders, owners)
     for folder in folders:
         kept = _kept(folder, key, owners)
@@ -50,7 +56,7 @@ def get_archive(environment: Environment, note: Callable[[str], None]) -> Archiv
     problem = ""
     for folder in folders:
         try:
-            os.makedirs(folder, mode=0o755, exist_ok=True)
+            make_folders(folder)
             with _locked(folder, key) as locked, cleanup_at_signals():
                 kept = _kept(folder, key, owners)  # packed by another launch meanwhile
                 if kept is None and locked:
@@ -73,11 +79,11 @@ def _cache_folders(environment: Environment) -> list[str]:
 def _kept(folder: str, key: str, owners: set[int]) -> Archive | None:
     """Return a kept archive; None where there is none, or it is not as it was written."""
     try:
-        with open(os.path.join(folder, f"{key}.json"), encoding="utf-8") as file:
+        with open(open_owned(os.path.join(folder, f"{key}.json"), owners)) as file:
             found = Archive(**{**json.load(file), "path": os.path.join(folder, f"{key}.tar")})
-        status = os.lstat(found.path)
-        if found.key != key or status.st_size != found.size or status.st_uid not in owners:
-            return None
+        with open(open_owned(found.path, owners), "rb") as tar:
+            if found.key != key or os.fstat(tar.fileno()).st_size != found.size:
+                return None
         with contextlib.suppress(OSError):  # of another user
             os.utime(found.path)
         return found
@@ -91,7 +97,8 @@ def _locked(folder: str, key: str, *, wait: bool = True) -> Iterator[bool]:
 
     Not all file systems have locks: without them, each launch packs for itself.
     """
-    with open(os.path.join(folder, f"{key}.lock"), "w") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+    with open(os.open(os.path.join(folder, f"{key}.lock"), flags, 0o644), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             locked = True

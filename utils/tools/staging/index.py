@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 
+from ...host.trust import make_folders, open_owned
 from .packages import Environment, Member, key_of, name_of
 
 _NOT_LOADED = (".h", ".hpp", ".cuh", ".pyi")
@@ -30,9 +31,7 @@ def find_key(environment: Environment, folders: Sequence[str], owners: set[int])
     name = f"{name_of(environment)}.index"
     for folder in folders:
         with suppress(OSError, ValueError):
-            with open(os.path.join(folder, name), "rb") as file:
-                if os.fstat(file.fileno()).st_uid not in owners:
-                    continue
+            with open(open_owned(os.path.join(folder, name), owners), "rb") as file:
                 header, *paths = file.read().split(b"\0")
             key, digest, count = header.decode("ascii").split()
             if digest == _digest(paths[: int(count)], paths[int(count) :]):
@@ -71,7 +70,7 @@ def _walk(environment: Environment, indexes: Sequence[str]) -> str:
 
 
 def _write(path: str, content: bytes) -> None:
-    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    make_folders(os.path.dirname(path))
     descriptor, temporary = tempfile.mkstemp(prefix=".index-", dir=os.path.dirname(path))
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -14,8 +14,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from ...host.trust import open_owned
 from . import RECEIVED, Archive, StagingError
-from .archive import CHUNK_BYTES, cleanup_at_signals, line_of
+from .archive import CHUNK_BYTES, cleanup_at_signals, line_of, owners_of
 from .marker import moved_folders, write_marker
 from .room import make_room
 
@@ -37,10 +38,14 @@ def _make(root: str, copy: str, archive: Archive, source: str) -> None:
         if name.startswith(f"{archive.key}-"):
             shutil.rmtree(os.path.join(root, name), ignore_errors=True)
     _remove_received(os.path.dirname(root))
-    with open(source or archive.path, "rb") as file:
+    # What was sent is the user's; the archive may be that of the owner of the environment.
+    owners = {os.geteuid()} if source else owners_of(archive.prefix)
+    with open(open_owned(source or archive.path, owners), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != archive.size:
-            raise StagingError(f"{file.name} has {size} bytes instead of {archive.size}: torn")
+            raise StagingError(
+                f"{source or archive.path} has {size} bytes instead of {archive.size}: torn"
+            )
         make_room(root, archive)
         temporary = tempfile.mkdtemp(prefix=f"{archive.key}-", dir=root)
         try:
@@ -68,16 +73,21 @@ def _remove_received(folder: str) -> None:
 
 
 def _unpack(descriptor: int, folder: str, archive: Archive) -> None:
-    digest, count = hashlib.sha256(), 0
+    digest, count, folders = hashlib.sha256(), 0, {""}
     with tarfile.open(fileobj=os.fdopen(os.dup(descriptor), "rb", CHUNK_BYTES), mode="r:") as tar:
         while (info := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # it would hold all of them
             if info.name.startswith("/") or ".." in info.name.split("/"):
                 raise StagingError(f"{archive.path} holds {info.name}, which leads out of it")
+            if os.path.dirname(info.name) not in folders:
+                raise StagingError(
+                    f"{archive.path} holds {info.name}, and above it no folder, but perhaps a link"
+                )
             path = os.path.join(folder, info.name)
             digest.update(line_of(info))
             if info.isdir():
                 os.mkdir(path, 0o755)
+                folders.add(info.name)
             elif info.issym():
                 os.symlink(info.linkname, path)
             else:
@@ -104,7 +114,7 @@ def _move_paths(library: str, moved: Mapping[str, str]) -> None:
 
 
 def _write(path: str, source: int, info: tarfile.TarInfo) -> None:
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.mode)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, info.mode & 0o777)
     try:
         offset, left = info.offset_data, info.size
         while left:
