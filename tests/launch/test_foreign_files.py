@@ -16,6 +16,8 @@ import pytest
 from tests.launch.shared_packages import assert_one_warning, make_shared
 from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
 from utils.host.trust import NotTrusted, may_trust
+from utils.launch_error import LaunchError
+from utils.tools.launch.host_readiness import ReservedPort
 from utils.tools.staging import Archive, StagingError
 from utils.tools.staging.archive import line_of
 from utils.tools.staging.unpack import make
@@ -269,3 +271,34 @@ def test_lock_of_an_archive_follows_no_link(machine: Machine) -> None:
     lock.with_suffix(".tar").unlink()
     shared.launch(XDG_CACHE_HOME=str(machine.home))
     assert (machine.home / "precious").read_text() == "text"
+
+
+# Reservations of ports ----------------------------------------------------------------------------
+
+HOLDS = """import os, socket, sys
+held = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(31100, 31140)]
+for port, name in enumerate(held, 31100):
+    name.bind(f"\\0ddpkit-port-{port}")
+os.setgroups([]), os.setuid(int(sys.argv[1]))
+owned = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(31140, 31180)]
+for port, name in enumerate(owned, 31140):
+    name.bind(f"\\0ddpkit-port-{port}")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_names_of_ports_that_another_user_holds_stop_no_launch(machine: Machine, capfd: pytest.CaptureFixture[str],
+                                                              ) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(ATTACKER)], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as attacker:
+        assert attacker.stdout and attacker.stdout.readline() == b"held\n"
+        port = ReservedPort(range(31140, 31180))
+        assert 31140 <= port.port < 31180
+        assert f"port {port.port} of " in (err := capfd.readouterr().err) and f"user {ATTACKER} reserves it" in err
+        port.close()
+        with pytest.raises(LaunchError, match="no port of 31101 to 31139 is free"):
+            ReservedPort(range(31101, 31140))  # of another launch of this user
+        ReservedPort(range(31180, 31190)).close()
+        assert not capfd.readouterr().err
+        attacker.communicate()

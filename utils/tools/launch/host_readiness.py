@@ -7,11 +7,15 @@ import socket
 import sys
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ...host import network
+from ...host.socket_owner import socket_owners
 from ...launch_error import LaunchError
 
 _ATTEMPTS = 200
+_COURTESY = 20  # refusals by reservations; from then on those of other users do not count
+_NAME = "ddpkit-port-{}"
 
 
 class ReservedPort:
@@ -19,22 +23,31 @@ class ReservedPort:
 
     The reservation is an abstract unix-domain socket named after the port. The kernel keeps such
     names apart for each network namespace, as it does ports, and releases them when the last
-    process that holds them ends. Launches of other users see the reservation too. Without abstract
-    sockets (macOS) the port is only a free one.
+    process that holds them ends. Launches of other users see the reservation too. It is a courtesy:
+    one user may hold all names and no port, so after some refusals another user's reservation no
+    longer counts. Without abstract sockets (macOS) the port is only a free one.
     """
 
     def __init__(self, ports: Sequence[int] = ()) -> None:
         """Reserve one of the ports, by default of listen_ports(); LaunchError if none is free."""
         ports = ports or network.listen_ports()
+        refusals, owners = 0, dict[str, int]()
         for _ in range(_ATTEMPTS):
             port = ports[int.from_bytes(os.urandom(4), "big") % len(ports)]
             lock = _lock(port)
             if lock is None:
+                refusals += 1
+                if refusals == _COURTESY:
+                    owners = socket_owners(_NAME.format(""))
+                owner = owners.get(_NAME.format(port))
+                if refusals < _COURTESY or owner == os.getuid() or not _is_free(port):
+                    continue
+                _note_reserved(port, owner)
+            elif not _is_free(port):
+                lock.close()
                 continue
-            if _is_free(port):
-                self.port, self._lock = port, lock
-                return
-            lock.close()
+            self.port, self._lock = port, lock
+            return
         raise LaunchError(
             f"no port of {ports[0]} to {ports[-1]} is free on {socket.gethostname()}. Expected one "
             f"for rank 0. Set {network.PORT_RANGE} to another range"
@@ -42,11 +55,28 @@ class ReservedPort:
 
     def keep_over_exec(self) -> None:
         """Hand the reservation on to the program that replaces this one."""
-        self._lock.set_inheritable(True)
-        self._lock.detach()
+        if self._lock is not None:
+            self._lock.set_inheritable(True)
+            self._lock.detach()
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _note_reserved(port: int, owner: int | None) -> None:
+    """Print whose reservation does not count any more."""
+    import pwd  # few launches need it
+
+    user = "an unknown user" if owner is None else f"user {owner}"
+    if owner is not None:
+        with suppress(KeyError):
+            user = f"user {pwd.getpwuid(owner).pw_name}"
+    host = socket.gethostname()
+    sys.stderr.write(
+        f"ddpkit launch: port {port} of {host} is free and used, though {user} reserves it: "
+        f"{_COURTESY} others were reserved, too. Tell the administrators\n"
+    )
 
 
 def _lock(port: int) -> socket.socket | None:
@@ -54,7 +84,7 @@ def _lock(port: int) -> socket.socket | None:
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     if sys.platform == "linux":
         try:
-            lock.bind(f"\0ddpkit-port-{port}")
+            lock.bind("\0" + _NAME.format(port))
         except OSError:
             lock.close()
             return None
