@@ -16,6 +16,10 @@ if sys.version_info < (3, 10):  # too old for the rest of the package
 if not __package__:  # started by its path
     sys.path[0] = os.path.dirname(PACKAGE)
 command = importlib.import_module((__package__ or os.path.basename(PACKAGE)) + ".tools.main")
+if (
+    not __package__ and os.path.basename(PACKAGE) != "utils"
+):  # installed, perhaps not for this Python
+    sys.path.append(sys.path.pop(0))  # whose own packages and library come first
 
 if __name__ == "__main__":
     sys.exit(command.main())

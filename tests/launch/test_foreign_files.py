@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.launchers import ROOT
 from tests.launch.shared_packages import assert_one_warning, make_shared
 from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
 from utils.host.trust import NotTrusted, may_trust
@@ -302,3 +303,31 @@ def test_names_of_ports_that_another_user_holds_stop_no_launch(machine: Machine,
         ReservedPort(range(31180, 31190)).close()
         assert not capfd.readouterr().err
         attacker.communicate()
+
+
+# Programs of a folder in which the kit runs -------------------------------------------------------
+
+def planted(folder: Path) -> str:
+    """Return the lines of a module, or of a script, that leaves a file where it has run."""
+    return f"open({str(folder / 'ran')!r}, 'w').close(); raise SystemExit('planted')\n"
+
+
+def test_modules_of_the_users_folder_are_not_those_of_doctor(machine: Machine) -> None:
+    installed = machine.make("site", VICTIM) / "ddpkit"
+    shutil.copytree(ROOT / "utils", installed, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "jobs", installed / "jobs")
+    work = machine.make("work", VICTIM)
+    for name in ("json", "typing", "torch", "ddpkit", "utils", "argparse"):
+        machine.write(work / f"{name}.py", planted(machine.folder), VICTIM)
+    machine.write(machine.make("bin", VICTIM) / "qsub", "#!/bin/sh\necho 101.head\n", VICTIM, 0o755)
+    environ = {**os.environ, "PATH": f"{machine.folder}/bin:{os.environ['PATH']}"}
+    words = [sys.executable, str(installed), "submit", "doctor", "--site", "generic-pbs", "--no-check", "--launcher",
+             "ssh", "--ntasks-per-node", "1", "--", "--quick"]
+    done = subprocess.run(words, cwd=work, env=environ, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0, done
+    [script] = (work / "jobs-out").glob("*/job.sh")
+    machine.write(work / "hosts", os.uname().nodename, VICTIM)
+    done = subprocess.run(["bash", str(script)], cwd=work, text=True, capture_output=True, timeout=90, env={
+        **environ, "PBS_JOBID": "101.head", "PBS_NODEFILE": str(work / "hosts")})
+    assert "doctor: good: 1 rank on 1 host" in done.stdout, done
+    assert not (machine.folder / "ran").exists()

@@ -12,7 +12,8 @@ JOBS = KIT / "jobs"
 
 
 def doctor_words() -> list[str]:
-    """Return the words that run doctor on a rank, in a checkout or installed by pip."""
-    if KIT == PACKAGE:
-        return ["-m", __name__.partition(".")[0], "doctor"]
+    """Return the words that run doctor on a rank, in a checkout or installed by pip.
+
+    Not "-m": Python would search the working folder first, and find the user's json.py there.
+    """
     return [str(PACKAGE / "__main__.py"), "doctor"]
