@@ -22,6 +22,7 @@ from utils.tools.launch.host_readiness import ReservedPort
 from utils.tools.staging import Archive, StagingError
 from utils.tools.staging.archive import line_of
 from utils.tools.staging.unpack import make
+from utils.tools.submission.submissions import git_state
 
 __all__ = ["grp", "machine"]
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
@@ -331,3 +332,34 @@ def test_modules_of_the_users_folder_are_not_those_of_doctor(machine: Machine) -
         **environ, "PBS_JOBID": "101.head", "PBS_NODEFILE": str(work / "hosts")})
     assert "doctor: good: 1 rank on 1 host" in done.stdout, done
     assert not (machine.folder / "ran").exists()
+
+
+@pytest.mark.parametrize("setting", ["core.fsmonitor", "filter.x.clean", "filter.x.process", "core.hooksPath",
+                                     "submodule"])
+def test_settings_of_a_clone_run_nothing(tmp_path: Path, setting: str) -> None:
+    clone, hooks = tmp_path / "clone", tmp_path / "hooks"
+    hooks.mkdir()
+    for name in ("program", "post-index-change", "post-checkout"):
+        (hooks / name).write_text(f"#!/bin/sh\ntouch '{tmp_path}/ran'\ncat\n")
+        (hooks / name).chmod(0o755)
+
+    def git(*words: str, cwd: Path = clone) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", "-c", "protocol.file.allow=always", *words],
+                       cwd=cwd, check=True, capture_output=True)
+    git("init", str(clone), cwd=tmp_path)
+    (clone / "train.py").write_text("one\n")
+    (clone / ".gitattributes").write_text("*.py filter=x\n")
+    git("add", ".")
+    git("commit", "-m", "first")
+    if setting == "submodule":
+        git("submodule", "add", str(clone), "inner")
+        git("commit", "-m", "second")
+        git("config", "core.fsmonitor", str(hooks / "program"), cwd=clone / "inner")
+    else:
+        git("config", setting, str(hooks if "hooks" in setting else hooks / "program"))
+    state = git_state(clone)
+    assert state is not None and state["dirty"] is False
+    (clone / "train.py").write_text("two\n")
+    state = git_state(clone)
+    assert state is not None and state["dirty"] is True
+    assert not (tmp_path / "ran").exists()

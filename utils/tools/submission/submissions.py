@@ -117,15 +117,40 @@ def new_record(job: Job, scheduler: str, site: str) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, object] | None:
-    """Return the commit of the repository around a folder and whether files differ from it."""
+    """Return the commit of the repository around a folder and whether files differ from it.
+
+    No program runs that the repository's own settings name: a clone has those of its author.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
-    changes = _git(folder, "status", "--porcelain")
-    return None if commit is None or changes is None else {"commit": commit, "dirty": bool(changes)}
+    listed = _git(folder, "config", "--name-only", "--get-regexp", _FILTERS)
+    filters = {name.rpartition(".")[0] for name in (listed or "").splitlines()}
+    if commit is None or any("=" in name for name in filters):
+        return None
+    off = [f"{name}.{key}" for name in filters for key in ("clean=", "process=", "required=false")]
+    options = [word for setting in off for word in ("-c", setting)]
+    # A submodule has settings of its own.
+    changes = _git(folder, *options, "status", "--porcelain", "--ignore-submodules=dirty")
+    return None if changes is None else {"commit": commit, "dirty": bool(changes)}
+
+
+_GIT = (
+    "git",
+    "--no-optional-locks",
+    "-c",
+    "core.fsmonitor=false",
+    "-c",
+    "core.hooksPath=/dev/null",
+)
+_FILTERS = r"^filter\..*\.(clean|process)$"  # programs that change a file before it is compared
+_NO_FETCH = {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}  # of objects that are missing
 
 
 def _git(folder: Path, *words: str) -> str | None:
+    environ = {**os.environ, **_NO_FETCH}
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, timeout=20)
+        done = subprocess.run(
+            [*_GIT, *words], cwd=folder, env=environ, capture_output=True, timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
