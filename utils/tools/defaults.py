@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ..host.trust import NotTrusted, make_folder, may_trust
 from ..launch_error import LaunchError
+from ..visible_text import visible
 from .interpreter import KIT
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -212,7 +213,7 @@ def python(environ: Mapping[str, str] = os.environ) -> Default | None:
 def _warn(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
-        print(f"ddpkit: warning: {text}", file=sys.stderr)
+        print(f"ddpkit: warning: {visible(text)}", file=sys.stderr)
 
 
 def _config_folder(environ: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from ...launch_error import LaunchError
 from ...launchers.detect import detect
 from ...log import print_result
+from ...visible_text import visible
 from .. import interpreter
 from ..arguments import ArgumentParser
 from . import logs, run_checks
@@ -154,5 +155,6 @@ def _logs(words: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return _EXIT_WRONG_USE
-    print_result(json.dumps(logs.as_dict(found), indent=2) if args.json else logs.describe(found))
+    text = json.dumps(logs.as_dict(found), indent=2) if args.json else logs.describe(found)
+    print_result(visible(text))
     return logs.exit_status(found)

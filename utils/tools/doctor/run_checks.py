@@ -19,6 +19,7 @@ from ...job import exclude_file
 from ...launch_error import LaunchError
 from ...launchers.detect import find_launcher
 from ...log import print_result
+from ...visible_text import visible
 from ..launch.child_processes import LAUNCH_VARIABLE
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
@@ -142,7 +143,7 @@ def _print(report: Report, options: CheckOptions) -> None:
         text = report.as_line()
     else:
         text = report.as_text()
-    print_result(text)
+    print_result(visible(text))
 
 
 # A launch that failed -----------------------------------------------------------------------------

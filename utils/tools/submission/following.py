@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...job.commands import SchedulerError
+from ...visible_text import visible
 from ..doctor.lines import read_restart
 from ..doctor.logs import diagnose, summary
 from ..schedulers.scheduler import Status
@@ -178,4 +179,4 @@ def restarts(status: Status, files: Sequence[Path]) -> list[str]:
 
 def note(text: str) -> None:
     """Print a line on standard error."""
-    print(f"ddpkit submit: {text}", file=sys.stderr, flush=True)
+    print(f"ddpkit submit: {visible(text)}", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...job import exclude_file
 from ...job.commands import SchedulerError
 from ...launch_report import EXIT_REQUEUE
+from ...visible_text import visible
 from ..schedulers.scheduler import Scheduler, State, Status, state_of_exit
 from . import bad_hosts as exclusion
 from . import submissions as records
@@ -88,27 +89,27 @@ def print_status(
     if as_json:
         print(json.dumps({**dataclasses.asdict(status), "folder": folder and str(folder)}))
         return _exit_status(status)
-    print(describe(status))
+    print(visible(describe(status)))
     failed_before = False
     if submission is not None:
         for restart in restarts(status, submission.logs(job_id)):
-            print(f"  {restart}")
+            print(f"  {visible(restart)}")
         if found := cause(status, submission.logs(job_id)):
-            print(f"  {found}")
+            print(f"  {visible(found)}")
         for earlier_id in submission.before(job_id):
             earlier = query(scheduler, folder, earlier_id)
             if earlier.state == "completed":
                 print(f"  not needed: job {earlier_id} of its chain has completed the training")
                 return 0
             if breaks_chain(earlier):
-                print(f"  earlier in its chain, {describe(earlier)}")
+                print(f"  earlier in its chain, {visible(describe(earlier))}")
                 failed_before = True
         if failed_before and status.state in ("queued", "held"):
             print(
                 "  This job will refuse to start, since it continues that one. Cancel it with: "
                 f"ddpkit submit cancel {job_id}"
             )
-        print(f"  record: {submission.folder}")
+        print(f"  record: {visible(str(submission.folder))}")
 
     return int(failed_before) or _exit_status(status)
 
@@ -136,12 +137,12 @@ def print_list(
         return 0
     rows: list[tuple[str, ...]] = [tuple(map(str.upper, _COLUMNS))]
     for submission in listed:
-        rows += _rows(submission, statuses, parent)
+        for row in _rows(submission, statuses, parent):
+            rows.append(tuple(visible(cell, one_line=True) for cell in row))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=False)]
-        line = "  ".join([*cells, row[4]])
-        print(line.encode(errors="surrogateescape").decode(errors="replace"))
+        print("  ".join([*cells, row[4]]))
     if len(submissions) > MAX_LISTED:
         note(f"{len(submissions) - MAX_LISTED} earlier submissions in {parent} are not shown")
     file = exclusion.path(parent)
@@ -222,7 +223,7 @@ def cancel(scheduler: Scheduler, submission: Submission | None, job_id: str) -> 
                 records.write_status(submission.folder, chained_id, records.CANCELLED)
         print(f"job {chained_id}: cancelled")
     if statuses[job_id].ended:
-        print(f"{describe(statuses[job_id])}; it had already ended")
+        print(f"{visible(describe(statuses[job_id]))}; it had already ended")
     elif not left:
         note(
             f"error: There is no job {job_id}, or no longer. Nothing was cancelled. "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...job.commands import SchedulerError
+from ...visible_text import visible
 from .. import defaults
 from ..arguments import ArgumentParser
 from ..defaults import DefaultsError
@@ -47,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return _print_defaults()
         return _list() if args.subcommand == "list" else _new(args.output)
     except (DefaultsError, ProfileError, SchedulerError) as error:
-        print(f"ddpkit sites: error: {error}", file=sys.stderr)
+        print(f"ddpkit sites: error: {visible(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         with contextlib.suppress(OSError):
@@ -88,7 +89,7 @@ def _print_defaults() -> int:
     ]
     width = max(len(str(value)) for _, value, _ in rows)
     for name, value, origin in rows:
-        print(f"{name:<14}  {value:<{width}}  {origin}")
+        print(visible(f"{name:<14}  {value:<{width}}  {origin}"))
     print("\nThe command line wins, then variables, then these files:")
     for path in defaults.files():
         print(f"  {path}{'' if os.path.exists(path) else ' (does not exist)'}")
@@ -97,7 +98,7 @@ def _print_defaults() -> int:
 
 def _trust(path: str) -> int:
     for name, value in defaults.trust(path).items():
-        print(f"{name:<14}  {value.value}")
+        print(f"{name:<14}  {visible(value.value)}")
     print(f"{path}: trusted until its content changes")
     return 0
 

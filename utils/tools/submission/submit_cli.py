@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...job.commands import SchedulerError
+from ...visible_text import visible
 from .. import defaults
 from ..arguments import ArgumentParser
 from ..defaults import DefaultsError
@@ -72,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _error(text: str) -> int:
     with contextlib.suppress(OSError):  # standard error may be on the full disk
-        print(f"ddpkit submit: error: {text}", file=sys.stderr)
+        print(f"ddpkit submit: error: {visible(text)}", file=sys.stderr)
     return 1
 
 
