@@ -110,8 +110,7 @@ ATTACKS = {
     "add a submission": "mkdir '{0.project}/jobs-out/train-1'",
     "replace a checkpoint": "mv '{0.project}/checkpoints' '{0.project}/old'",
     "write into a checkpoint": "find '{0.project}/checkpoints' -type f -writable | grep .",
-    "list the secrets": f"ls /dev/shm/ddpkit-{os.getuid()}",
-    "find a file in shared memory": f"find /dev/shm -path '*ddpkit-{os.getuid()}*' -type f -readable | grep .",
+    "read or write a secret": f"find /dev/shm -name 'ddpkit-{os.getuid()}*' '(' -readable -o -writable ')' | grep .",
     "find a temporary file": "find '{0.temporary}' -type f -readable | grep .",
     "write a temporary file": "find '{0.temporary}' -mindepth 1 -writable | grep .",
 }

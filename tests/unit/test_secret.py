@@ -1,11 +1,15 @@
 """Where the ranks' secret comes from, and what other users can do about it: nothing."""
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.unit.programs import ROOT
 from utils.launchers import LaunchError, Placement
 from utils.launchers.detect import LAUNCHERS
 from utils.launchers.launcher import Launcher
@@ -20,9 +24,11 @@ REPORT = {"DDPKIT_REPORT": "10.0.0.1/4711/ab12"}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this user's secrets, in place of that in /dev/shm."""
-    monkeypatch.setattr(secret, "_folder", lambda: tmp_path / "ddpkit-1000")
-    return tmp_path / "ddpkit-1000"
+    """The folder of secrets, in place of /dev/shm."""
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "shm").chmod(0o1777)
+    monkeypatch.setattr(secret, "SHARED_FOLDER", tmp_path / "shm")
+    return tmp_path / "shm"
 
 
 @pytest.mark.parametrize(("environ", "placement", "expected"), [
@@ -39,7 +45,7 @@ def test_launch_py_gives_its_ranks_a_secret(environ: dict[str, str], placement: 
 def test_ranks_of_one_host_share_a_private_file(folder: Path) -> None:
     first = find_secret({}, HERE, "srun:7:0")
     assert len(first) == 64 and find_secret({}, HERE, "srun:7:0") == first != find_secret({}, HERE, "srun:7:1")
-    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(list(folder.iterdir())) == 2
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     forget_secret("srun:7:0")
     forget_secret("srun:7:1")
@@ -47,26 +53,51 @@ def test_ranks_of_one_host_share_a_private_file(folder: Path) -> None:
     assert find_secret({}, HERE, "") == ""
 
 
-@pytest.mark.parametrize("prepare", [
-    lambda folder: folder.mkdir(mode=0o755), lambda folder: folder.symlink_to("/tmp"), Path.touch,
-    lambda folder: os.chown(folder.mkdir() or folder, 12345, -1) if os.getuid() == 0 else folder.mkdir(mode=0o770)])
-def test_a_folder_that_another_user_has_made_is_not_used(
-        folder: Path, prepare: object, caplog: pytest.LogCaptureFixture) -> None:
-    previous = os.umask(0)
-    prepare(folder)  # type: ignore[operator]
-    os.umask(previous)
-    before = list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
-    assert find_secret({}, HERE, "srun:7:0") == "" and not before
-    assert f"cannot share a secret in {folder}: " in caplog.text and HERE.rank == 0
+def test_ranks_that_start_at_once_share_one_secret(folder: Path) -> None:
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+            "from utils.launchers import Placement; from utils.startup import secret\n"
+            "secret.SHARED_FOLDER = Path(sys.argv[2]); print('ready', flush=True); sys.stdin.readline()\n"
+            "print(secret.find_secret({}, Placement('srun', 1, 2, 1, 2), 'srun:7:0'))")
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(ROOT), str(folder)], text=True, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE) for _ in range(4)]
+    for rank in ranks:
+        assert rank.stdout and rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        assert rank.stdin
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    found = {rank.communicate(timeout=30)[0].strip() for rank in ranks}
+    assert len(found) == 1 and len(found.pop()) == 64 and len(list(folder.iterdir())) == 1
 
 
-def test_a_file_in_place_of_the_secret_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    find_secret({}, HERE, "srun:7:0")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_names_that_another_user_has_taken_are_stepped_around(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = find_secret({}, HERE, "srun:7:0")
     [path] = folder.iterdir()
+    for number, name in enumerate((f"ddpkit-{os.getuid()}", f"{path.name[:-24]}{'0' * 24}", f"{path.name[:-24]}")):
+        (folder / name).write_text("known to another user")
+        os.utime(folder / name, (0, 0))
+        (folder / name).chmod(0o600)
+        os.chown(folder / name, 12345 + number, 12345)
+    (folder / "known").write_text("known to another user")
+    (folder / "known").chmod(0o600)
+    os.link(folder / "known", folder / f"{path.name[:-24]}1")
+    (folder / f"{path.name[:-24]}2").symlink_to(folder / "known")
+    (folder / f"{path.name[:-24]}3").mkdir()
+    assert find_secret({}, HERE, "srun:7:0") == first
     path.unlink()
-    (tmp_path / "known").write_text("known to another user")
-    path.symlink_to(tmp_path / "known")
-    assert find_secret({}, HERE, "srun:7:0") == ""
+    second = find_secret({}, HERE, "srun:7:0")
+    assert len(second) == 64 and second != first and find_secret({}, HERE, "srun:7:0") == second
+    assert not caplog.text
+
+
+def test_a_folder_without_space_gives_no_secret(folder: Path, caplog: pytest.LogCaptureFixture,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "rename", full)
+    assert find_secret({}, HERE, "srun:7:0") == "" and not list(folder.iterdir())
+    assert f"cannot share a secret in {folder}: No space left" in caplog.text
 
 
 @pytest.mark.parametrize(("mode", "content", "problem"), [

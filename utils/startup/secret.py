@@ -7,7 +7,8 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..launch_error import LaunchError
@@ -19,7 +20,11 @@ from ..log import get_logger
 _log = get_logger(__name__)
 FILE = "DDPKIT_SECRET_FILE"  # a file that all ranks can read and no other user
 REQUIRED = "DDPKIT_REQUIRE_SECRET"  # "1": ranks without a secret do not start
+SHARED_FOLDER = Path("/dev/shm")  # of all users; that of temporary files where there is none
 _LONGEST = 4096  # bytes of a file
+_TICK_NS = 12_000_000  # more than the longest tick of the clock of file systems: 100 Hz
+_PAUSE_SECONDS = 0.002
+_LONGEST_WAIT_SECONDS = 1.0
 
 
 def find_secret(environ: Mapping[str, str], placement: Placement, identity: str) -> str:
@@ -40,13 +45,13 @@ def find_secret(environ: Mapping[str, str], placement: Placement, identity: str)
         return secret
     if placement.on_one_host and identity:
         try:
-            return _of_this_host(_path(identity))
+            return _of_this_host(_prefix(identity))
         except OSError as error:
             if placement.rank == 0:
                 _log.warning(
-                    "the ranks of this host cannot share a secret in %s: %s. Expected a folder of "
-                    "this user, mode 0700. Remove it, or set %s",
-                    _folder(),
+                    "the ranks of this host cannot share a secret in %s: %s. Expected a folder in "
+                    "which this user can make files. Make space, or set %s",
+                    _shared_folder(),
                     error.strerror or error,
                     FILE,
                 )
@@ -54,9 +59,10 @@ def find_secret(environ: Mapping[str, str], placement: Placement, identity: str)
 
 
 def forget_secret(identity: str) -> None:
-    """Remove the file of the ranks of this host, if there is one: all of them have read it."""
+    """Remove the files of the ranks of this host, if there are any: all of them have read it."""
     with contextlib.suppress(OSError):
-        _path(identity).unlink()
+        for _, path in _own_files(_prefix(identity)):
+            path.unlink()
 
 
 def _of_user(path: str) -> str:
@@ -70,30 +76,65 @@ def _of_user(path: str) -> str:
         ) from None
 
 
-def _folder() -> Path:
-    shared = Path("/dev/shm")
-    return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"ddpkit-{os.getuid()}"
+def _shared_folder() -> Path:
+    return SHARED_FOLDER if SHARED_FOLDER.is_dir() else Path(tempfile.gettempdir())
 
 
-def _path(identity: str) -> Path:
-    return _folder() / hashlib.sha256(identity.encode()).hexdigest()[:24]
+def _prefix(identity: str) -> str:
+    return f"ddpkit-{os.getuid()}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}-"
 
 
-def _of_this_host(path: Path) -> str:
-    """Return the secret in a file, which is made by the first rank that needs it."""
-    with contextlib.suppress(FileExistsError):
-        path.parent.mkdir(mode=0o700)
-    _check_private(path.parent.lstat(), stat.S_ISDIR)
-    new = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+def _of_this_host(prefix: str) -> str:
+    """Return the secret in the file that a rank of this launch was first to name.
+
+    All may make files in the folder, so a name that others can foresee may be theirs already. Each
+    rank that finds no file makes one with a random name; what others own is not looked at. A rename
+    sets the time of change while no folder is read: a file that is read to be older than a tick of
+    that clock stays the first one.
+    """
+    made: Path | None = None
+    limit = time.monotonic() + _LONGEST_WAIT_SECONDS
+    while True:
+        files = sorted(_own_files(prefix))
+        if files and (
+            time.time_ns() - files[0][0] > _TICK_NS or time.monotonic() > limit  # a clock was set
+        ):
+            break
+        if not files:
+            made = _make(prefix)
+        time.sleep(_PAUSE_SECONDS)
+    first = files[0][1]
+    if made is not None and made != first:
+        with contextlib.suppress(OSError):
+            made.unlink()
+    return _read(first)
+
+
+def _own_files(prefix: str) -> Iterator[tuple[int, Path]]:
+    """Yield when each file of this user and launch got its name, and its path."""
+    with os.scandir(_shared_folder()) as entries:
+        for entry in entries:
+            if not entry.name.startswith(prefix):
+                continue
+            with contextlib.suppress(OSError):
+                found = entry.stat(follow_symlinks=False)
+                _check_private(found, stat.S_ISREG)
+                if found.st_nlink == 1:  # no other file of this user, by a link that another made
+                    yield found.st_ctime_ns, Path(entry.path)
+
+
+def _make(prefix: str) -> Path:
+    path = _shared_folder() / f"{prefix}{os.urandom(12).hex()}"
+    new = path.with_name(f"ddpkit-{os.getuid()}.{os.urandom(12).hex()}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        os.write(descriptor, os.urandom(32))
-        os.close(descriptor)
-        with contextlib.suppress(FileExistsError):
-            os.link(new, path)
-    finally:
-        new.unlink()
-    return _read(path)
+        with open(descriptor, "wb") as file:
+            file.write(os.urandom(32))
+        os.rename(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    return path
 
 
 def _read(path: Path) -> str:
