@@ -1,6 +1,7 @@
 """Files that the kit finds by itself: those that another user may change are not used."""
 from __future__ import annotations
 
+import ctypes
 import grp  # the child of trusts() may not read the file of this module
 import hashlib
 import os
@@ -18,6 +19,8 @@ from tests.launch.shared_packages import assert_one_warning, make_shared
 from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
 from utils.host.trust import NotTrusted, may_trust
 from utils.launch_error import LaunchError
+from utils.launchers import Placement
+from utils.startup import secret
 from utils.tools.launch.host_readiness import ReservedPort
 from utils.tools.staging import Archive, StagingError
 from utils.tools.staging.archive import line_of
@@ -33,22 +36,32 @@ needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 
 USER = 61235  # neither root nor the attacker
 
 
-def trusts(path: Path) -> str:
+def trusts(path: Path, *, in_container: bool = False) -> str:
     """Return what a user reads from a trusted file, or the message of the error."""
-    reading, writing = os.pipe()
+    (reading, writing), (wake_up, start) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.setgroups([])
             os.setgid(USER)
             os.setuid(USER)
+            if in_container:
+                ctypes.CDLL(None).unshare(0x10000000)  # CLONE_NEWUSER
+            os.write(writing, b"ready")
+            os.read(wake_up, 1)
             text = os.read(may_trust(path, "name another"), 99)
         except BaseException as error:
             text = str(error).encode()
         os.write(writing, text)
         os._exit(0)
     os.close(writing)
+    assert os.read(reading, 5) == b"ready"
+    if in_container:
+        Path(f"/proc/{child}/uid_map").write_text(f"{USER} {USER} 1")
+    os.write(start, b"x")
     os.waitpid(child, 0)
+    for descriptor in (wake_up, start):
+        os.close(descriptor)
     with open(reading) as pipe:
         return pipe.read()
 
@@ -72,6 +85,12 @@ def test_file_below_a_closed_folder_may_be_writable(machine: Machine) -> None:
     inner.mkdir()
     inner.chmod(0o777)
     assert trusts(machine.write(inner / "file", "text", 0, 0o666)) == "text"
+
+
+def test_container_in_which_root_has_no_id(machine: Machine) -> None:
+    assert trusts(machine.write(machine.folder / "mine", "text", USER), in_container=True) == "text"
+    others = machine.write(machine.folder / "others", "text", ATTACKER)
+    assert "because another user owns" in trusts(others, in_container=True)
 
 
 @pytest.mark.parametrize(("user", "mode", "folder_user", "folder_mode", "reason"), [
@@ -134,6 +153,11 @@ def test_project_file_of_another_user_is_not_read(machine: Machine, program: Pat
         assert done.stderr.count(f"{folder}/pyproject.toml is not used, because another user owns ") == 1, done
         assert "abc" not in done.stdout and "planted" not in done.stdout
     assert not (program.parent / "log").exists()
+
+
+def test_project_file_of_another_user_without_a_table_is_no_warning(machine: Machine) -> None:
+    machine.write(machine.folder / "pyproject.toml", "[project]\nname = 'other'\n", ATTACKER)
+    assert not machine.kit("sites", "config", cwd=machine.folder).stderr
 
 
 @needs_toml
@@ -304,6 +328,28 @@ def test_names_of_ports_that_another_user_holds_stop_no_launch(machine: Machine,
         ReservedPort(range(31180, 31190)).close()
         assert not capfd.readouterr().err
         attacker.communicate()
+
+
+# The secret of the ranks of one host ---------------------------------------------------------------
+
+def test_names_of_secrets_that_another_user_has_taken_are_stepped_around(
+        machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret, "SHARED_FOLDER", folder := machine.make("shm", 0, 0o1777))
+    here = Placement("srun", 0, 2, 0, 2)
+    first = secret.find_secret({}, here, "srun:7:0")
+    [path] = folder.iterdir()
+    prefix = path.name[:-24]
+    for name in (f"ddpkit-{VICTIM}", prefix, f"{prefix}{'0' * 24}"):
+        os.utime(machine.write(folder / name, "known to another user", ATTACKER, 0o600), (0, 0))
+    own = machine.write(folder / "known", "known to another user", VICTIM, 0o600)
+    os.link(own, folder / f"{prefix}1")
+    (folder / f"{prefix}2").symlink_to(own)
+    machine.make(f"shm/{prefix}3", ATTACKER)
+    assert secret.find_secret({}, here, "srun:7:0") == first
+    path.unlink()
+    second = secret.find_secret({}, here, "srun:7:0")
+    assert len(second) == 64 and second != first and secret.find_secret({}, here, "srun:7:0") == second
+    assert not caplog.text
 
 
 # Programs of a folder in which the kit runs -------------------------------------------------------

@@ -70,27 +70,6 @@ def test_ranks_that_start_at_once_share_one_secret(folder: Path) -> None:
     assert len(found) == 1 and len(found.pop()) == 64 and len(list(folder.iterdir())) == 1
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
-def test_names_that_another_user_has_taken_are_stepped_around(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = find_secret({}, HERE, "srun:7:0")
-    [path] = folder.iterdir()
-    for number, name in enumerate((f"ddpkit-{os.getuid()}", f"{path.name[:-24]}{'0' * 24}", f"{path.name[:-24]}")):
-        (folder / name).write_text("known to another user")
-        os.utime(folder / name, (0, 0))
-        (folder / name).chmod(0o600)
-        os.chown(folder / name, 12345 + number, 12345)
-    (folder / "known").write_text("known to another user")
-    (folder / "known").chmod(0o600)
-    os.link(folder / "known", folder / f"{path.name[:-24]}1")
-    (folder / f"{path.name[:-24]}2").symlink_to(folder / "known")
-    (folder / f"{path.name[:-24]}3").mkdir()
-    assert find_secret({}, HERE, "srun:7:0") == first
-    path.unlink()
-    second = find_secret({}, HERE, "srun:7:0")
-    assert len(second) == 64 and second != first and find_secret({}, HERE, "srun:7:0") == second
-    assert not caplog.text
-
-
 def test_a_folder_without_space_gives_no_secret(folder: Path, caplog: pytest.LogCaptureFixture,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:

@@ -12,6 +12,8 @@ import stat
 from collections.abc import Collection
 from contextlib import suppress
 
+from . import process
+
 _MOST_LINKS = 40  # as Linux follows in one path
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
 # A FIFO in the place of a file must not keep the process waiting.
@@ -46,11 +48,11 @@ def may_trust(path: str | os.PathLike[str], remedy: str, *, is_parent: bool = Fa
     folder = os.open("/", _FOLDER)
     try:
         while names:
-            is_closed = _check(text, place, os.fstat(folder), remedy, is_closed, may_be_sticky=True)
+            is_closed = _check_above(text, place, os.fstat(folder), remedy, is_closed)
             name = names.pop()
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISLNK(found.st_mode):
-                _check_owner(text, os.path.join(place, name), found, remedy)
+                _check_owner(text, os.path.join(place, name), found, remedy, is_above=True)
                 links += 1
                 if links > _MOST_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), text)
@@ -67,7 +69,9 @@ def may_trust(path: str | os.PathLike[str], remedy: str, *, is_parent: bool = Fa
             opened = os.open(name, flags, dir_fd=folder)
             os.close(folder)
             folder, place = opened, os.path.normpath(os.path.join(place, name))
-        _check(text, place, os.fstat(folder), remedy, is_closed, may_be_sticky=is_parent)
+        found = os.fstat(folder)
+        _check_owner(text, place, found, remedy)
+        _check_writers(text, place, found, remedy, is_closed, may_be_sticky=is_parent)
     except BaseException:
         os.close(folder)
         raise
@@ -125,7 +129,16 @@ def _names(path: str) -> list[str]:
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
-def _check(
+def _check_above(
+    path: str, place: str, found: os.stat_result, remedy: str, is_closed: bool
+) -> bool:
+    """Check a folder above; return whether others cannot enter it, or one above it."""
+    _check_owner(path, place, found, remedy, is_above=True)
+    _check_writers(path, place, found, remedy, is_closed, may_be_sticky=True)
+    return is_closed or not found.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+
+
+def _check_writers(
     path: str,
     place: str,
     found: os.stat_result,
@@ -133,20 +146,32 @@ def _check(
     is_closed: bool,
     *,
     may_be_sticky: bool,
-) -> bool:
-    """Raise NotTrusted, or return whether others cannot enter this folder or one above it."""
-    _check_owner(path, place, found, remedy)
+) -> None:
     writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)  # an ACL's are among the group's
     is_sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
-    if writers and not is_closed and not (is_sticky and may_be_sticky):
-        if writers & stat.S_IWOTH or not _is_private_group(found.st_gid):
-            raise NotTrusted(path, f"other users may write {_describe(place, found)}", remedy)
-    return is_closed or not found.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+    if not writers or is_closed or (is_sticky and may_be_sticky):
+        return
+    if writers & stat.S_IWOTH or not _is_private_group(found.st_gid):
+        raise NotTrusted(path, f"other users may write {_describe(place, found)}", remedy)
 
 
-def _check_owner(path: str, place: str, found: os.stat_result, remedy: str) -> None:
-    if found.st_uid not in (0, os.geteuid()):
-        raise NotTrusted(path, f"another user owns {_describe(place, found)}", remedy)
+def _check_owner(
+    path: str, place: str, found: os.stat_result, remedy: str, *, is_above: bool = False
+) -> None:
+    if found.st_uid in (0, os.geteuid()) or (is_above and found.st_uid == _root_in_container()):
+        return
+    raise NotTrusted(path, f"another user owns {_describe(place, found)}", remedy)
+
+
+def _root_in_container() -> int:
+    """Return the id that stands for root in this user namespace, and for all who have none; or 0.
+
+    Containers that a user starts, as by Apptainer, map no other user: / and /home are "nobody's".
+    """
+    mapped = process.read("/proc/self/uid_map").splitlines()
+    if not mapped or any(line.split()[0] == b"0" for line in mapped):
+        return 0
+    return int(process.read("/proc/sys/kernel/overflowuid") or 0)
 
 
 def _describe(place: str, found: os.stat_result) -> str:

@@ -155,7 +155,8 @@ def load(environ: Mapping[str, str] = os.environ) -> dict[str, Default]:
         try:
             content = _content(path)
         except NotTrusted as error:
-            _warn(str(error))
+            if not path.endswith(_PROJECT_FILE) or _names_kit(path):
+                _warn(str(error))
             continue
         values = {
             name: Default(_checked(path, name, value), path)
@@ -237,6 +238,13 @@ def _content(path: str) -> bytes:
     except OSError as error:
         problem = error.strerror or error
         raise DefaultsError(f"{path} cannot be read: {problem}. Expected a text file") from None
+
+
+def _names_kit(path: str) -> bool:
+    """Whether a file that is not used has something for the kit: most pyproject.toml do not."""
+    with suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        return b"ddpkit" in (file.read(_LONGEST) or b"")
+    return False
 
 
 # Trusted files: lines of "DIGEST PATH" in a private file ------------------------------------------
