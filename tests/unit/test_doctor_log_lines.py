@@ -102,7 +102,8 @@ def test_last_line_of_the_launch_tells_what_a_file_of_failures_would(last: str, 
 
 
 def test_launch_that_went_well_has_no_failure() -> None:
-    assert find(("job.out", PEOPLE.format("step 1", "the ranks are not bound to cores: no cores"))) is None
+    text = PEOPLE.format("step 1", "the ranks are not bound to cores: no cores")
+    assert find(("job.out", f"{text}epoch 3/3: loss 0.5\n")) is None
     stopped = "ddpkit launch: rank 1 on n2 ended with exit status 1, the others will be ended\n"
     assert find(("job.out", stopped)) is not None
 

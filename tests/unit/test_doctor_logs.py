@@ -22,7 +22,8 @@ from utils.launch_error import LaunchError
 from utils.log import get_logger, setup_logging
 from utils.monitor import shutdown as failure
 from utils.tools.doctor import doctor_cli as cli
-from utils.tools.doctor.causes import CAUSES, FailureCause
+from utils.tools.doctor.causes import CAUSES
+from utils.tools.doctor.failure_cause import FailureCause
 from utils.tools.doctor.lines import read_restart
 from utils.tools.doctor.logs import diagnose, exit_status, summary
 from utils.tools.launch.launch_result import Ended, LaunchResult
@@ -173,7 +174,7 @@ def test_first_in_time_of_several_files_or_the_last_line_of_a_long_one_is_the_ca
 
 
 @pytest.mark.parametrize(("text", "status"), [
-    ("loss", 0), ("Node failure on n1", 1), (OOM, 3), ("srun: error: n1: task 3: Exited with exit code 1", 4)])
+    ("loss\nTraining finished\n", 0), ("loss", 4), ("", 4), ("Node failure on n1", 1), (OOM, 3), ("srun: error: n1: task 3: Exited with exit code 1", 4)])
 def test_exit_status(text: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.out").write_text(text)
     assert cli.main(["logs", str(tmp_path / "job.out")]) == status
@@ -231,7 +232,11 @@ def test_sign_of_a_failure_is_never_no_failure(text: str) -> None:
     "rank 0 on n1 starts step 1", "  ranks 0-3 on n1, n2: in collective 7", "[rank 3/8 n2] WARNING: slow",
     "12:00:00 ERROR retry\n" + 300 * "step\n", "[rank 0/8 n1] ERROR: cannot save step 5\n" + 300 * "step\n"])
 def test_job_that_went_well_has_no_failure(text: str) -> None:
-    assert find(("job.out", text)) is None
+    """Its own end is in the output. Without one, the output tells nothing, and says so."""
+    assert find(("job.out", f"{text}\nTraining finished\n")) is None
+    if not text.startswith(("Exit_status", "finished")):
+        found = find(("job.out", text))
+        assert found and (found[0], found[3]) == ("unknown", None)
 
 
 # The kit's own messages -----------------------------------------------------------------------------------------------
@@ -301,7 +306,7 @@ ddpkit-failure {"kind": "launch", "rank": null, "host": "n2", "cause": "the conn
 "without": ["n2"]}
 ddpkit launch: the connection to n2 was lost. The host, its network or the agent there has failed
 ddpkit launch: restart 1 without n2, with n9 instead; 0 spare hosts left
-step 10 loss 0.4
+final loss: 0.4
 """
 
 

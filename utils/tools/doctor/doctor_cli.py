@@ -24,11 +24,11 @@ _EXIT_SECONDS = 5.0
 _EXIT_WRONG_USE = 2  # as in argparse: a mistyped file name is not a diagnosis
 _LOGS_EPILOG = """\
 exit status:
-  0  no failure was found
+  0  no failure was found, and the output shows the end of the job
   1  a cause was found; a restart may help
   2  the command line is wrong, or a file cannot be read
   3  a cause was found; a restart does not help
-  4  the job failed, or a line mentions an error, and the output does not show why
+  4  the output does not show why the job failed, or whether it has ended
 """
 _DESCRIPTION = """\
 Find out what is wrong with a cluster, a job or a launch.

@@ -10,42 +10,25 @@ from functools import cache
 from typing import NamedTuple
 
 from ...launch_report import FAILURE, Failure
-from .causes import CAUSES, CauseLevel, FailureCause
+from .causes import CAUSES
+from .failure_cause import CauseLevel, FailureCause
+from .labels import HOST, split_labels
 
-_WORD = r"[A-Za-z0-9_][\w.-]{0,252}"  # at most as long as a host name
 _PLACEHOLDERS = {
     "...": ".*?",
-    "{host}": rf"(?P<host>{_WORD}|[^\s,]+)",
+    "{host}": rf"(?P<host>{HOST}|[^\s,]+)",
     "{name}": r"[A-Za-z_][\w.]*",
     "{status}": r"\s*[:=]?\s*-?[1-9]",
 }
 
-_HOST_NAME = re.compile(rf"(?!localhost){_WORD}")
+_HOST_NAME = re.compile(rf"(?!localhost){HOST}")
 
-# The name of a host before a line: it has a digit, and is not that of a program.
-_LABEL_HOST = (
-    r"(?!(?:python|pip|perl|gcc|g\+\+|cc1|lib|slurmstepd|torchrun|rank|step|epoch|iter|task|line)"
-    r"[\d._:-])(?![\w.-]*\.(?:py|sh|so)\b)(?P<host>[a-z](?=[\w.-]*\d)[\w.-]*{more})"
+_RESTARTED = re.compile(
+    r"ddpkit launch: restart \d+ (?:on the same hosts|without )"
+    r"|.*attempts left; will restart worker group"  # torchrun
 )
-# What launchers and torch put before each line. local: the number of a rank on its host.
-_LABELS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"\x1b\[[\d;]*m",
-        r"\[[Rr]ank ?(?P<rank>\d+)\]:? ?",
-        r"\[[A-Za-z_]+(?P<local>\d+)\]:? ?",  # torchrun: "[default0]:", "[trainer2]:"
-        r"\[(?P<rank>\d+)\] (?! )",  # mpiexec -l of MPICH and Intel MPI
-        r"\[(?P<rank>\d+)@(?P<host>[\w.-]+)\] ",  # a pattern of MPICH: "[%r@%h] "
-        r"(?P<rank>\d+): ",  # srun --label
-        r"\[(?:[\w.@-]+,)?(?P<rank>\d+)(?:\[\w+\])?\]<std(?:err|out|diag)>: ?",  # Open MPI
-        r"\([\w ]+ pid=\d+[^)]*\) ",  # Ray
-        r"rank (?P<rank>\d+) on (?P<host>\S+) failed: ",
-        _LABEL_HOST.format(more="") + r" (?P<rank>\d+): ",  # mpiexec -l of PALS
-        # pdsh, clush, ssh
-        _LABEL_HOST.format(more=r"|[a-z][\w.-]*(?=: (?:\[(?:rank ?)?\d|Traceback \(most)") + "): ",
-    )
-)
-_RESTARTED = re.compile(r"ddpkit launch: restart \d+ (?:on the same hosts|without )")
+_NO_RESTART = re.compile(r"ddpkit launch: no restart: (.*)")
+_RESTART = re.compile(r"ddpkit launch: (restart \d+ .*)")
 # What the kit says to people it also writes as a Failure. What it logs may not end the job.
 _FOR_PEOPLE = re.compile(
     r"rank \d+ on \S+ (?:failed: |stops|is ended)|ddpkit launch: |LaunchError: "
@@ -67,29 +50,6 @@ _ROWS = {
     "bad host": "bad_host",
 }
 
-_RANK_AND_HOST = tuple(
-    re.compile(pattern.format(rank=r"(?P<rank>\d+)", host=rf"(?P<host>{_WORD})"))
-    for pattern in (
-        " on rank {rank} on {host}: ",  # in a message that the kit has logged
-        r"\[rank {rank}/\d+ {host}\] ",
-        "srun: error: {host}: task {rank}:",
-        r"process rank {rank} with PID \S+ on node {host}",  # Open MPI
-        "{host}: rank {rank} (?:died|exited)",  # PALS
-        r"RANK {rank} PID \d+ RUNNING AT {host}",  # MPICH
-    )
-)
-_RANK = re.compile(
-    r"\[[Rr]ank ?(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<std|Process name: \[\S+,(\d+)\]"
-    r"|[Rr]ank (\d+) failed to pass|did not receive grad for rank (\d+)|\(rank (\d+) in comm"
-    r"|^  rank +: (\d+)"
-)
-# "n2:41:97 [0] NCCL", "[n2:41] *** Process received signal", torchrun's summary, LSF's report
-_HOST = re.compile(
-    rf"(?<![\w.-])({_WORD}):\d+:\d+ \[\d+\] |\[([A-Za-z][\w.-]*)(?<!\.py):\d+[]: ]"
-    rf"|srun: error: ({_WORD}): tasks|  ?ON ({_WORD}) CANCELLED|^  host +: ({_WORD})"
-    rf"|PID \d+ RUNNING AT ({_WORD})|slurmstepd-({_WORD}): "
-    rf"|executed on host\(s\) <(?:\d+\*)?({_WORD})>, in queue"
-)
 # Lines of launchers about the end of one process.
 _EXIT = re.compile(
     r"srun: error: \S+: tasks? |process rank \d+ with PID|PID \d+ RUNNING AT"
@@ -103,7 +63,7 @@ _BY_SLURM = re.compile(
 _CLOSING = re.compile(
     r"ddpkit launch: (?P<error>error: )?(?P<text>.*?)(?:, the others will be ended)?$"
 )
-_CLOSING_RANK = re.compile(rf"rank (\d+)(?: on ({_WORD}))?(?: \([^)]*\))? (.*)")
+_CLOSING_RANK = re.compile(rf"rank (\d+)(?: on ({HOST}))?(?: \([^)]*\))? (.*)")
 _CLOSING_KINDS = (  # the beginning of the text after rank and host, and the kind of the failure
     ("failed: ", "exception"), ("was ended by ", "status"),
     ("ended with exit status 0", "left"), ("had ended with exit status 0", "left"),
@@ -114,9 +74,12 @@ _CLOSING_KINDS = (  # the beginning of the text after rank and host, and the kin
 _DETAIL = re.compile(
     r"Parameter\w* (?:indices )?which did not receive grad for rank .*|\bRank \d+ has .* params.*"
 )
-CONTEXT = ("ddpkit launch: ", "LaunchError: ", "Job was executed on host(s) <", " NCCL ",
-           "Root Cause (first", "  time  ", "  host  ", "  rank  ", "Process name: [", "RUNNING AT",
-           FAILURE)  # fmt: skip
+CONTEXT = (
+    "ddpkit launch: ", "LaunchError: ", "Job was executed on host(s) <", " NCCL ",
+    "Root Cause (first", "  time  ", "  host  ", "  rank  ", "Process name: [", "RUNNING AT",
+    "torch/distributed/", "torch.distributed.elastic", "local_rank: ", "bin/torchrun", "[default",
+    "srun: error: ", "will restart worker group", FAILURE,
+)  # fmt: skip
 
 _GPU_MEMORY = re.compile(
     r"(?P<total>\S+ \wiB) total capacity; (?P<used>\S+ \w+) already allocated; (?P<free>\S+ \w+)"
@@ -125,18 +88,6 @@ _GPU_MEMORY = re.compile(
 )
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _GPU_HELD, _GPU_FULL = (cause for cause in CAUSES if cause.name == "cuda_oom")
-
-
-class Labels(NamedTuple):
-    """What the labels before a line name, and the rest of the line.
-
-    local: the number of a rank on its host.
-    """
-
-    rank: int | None
-    host: str | None
-    local: int | None
-    message: str
 
 
 class _Signature(NamedTuple):
@@ -217,12 +168,19 @@ def is_restart(line: str) -> bool:
     return _RESTARTED.match(split_labels(line).message) is not None
 
 
+def read_restart_line(line: str) -> tuple[str, str]:
+    """Return what launch.py says about a restart, and why there is none; "" and "" without."""
+    message = split_labels(line).message
+    restart, none = _RESTART.match(message), _NO_RESTART.match(message)
+    return restart[1] if restart else "", none[1] if none else ""
+
+
 def _blame_memory(failure: Failure) -> Failure:
     """Return a failure with the host that had no memory left, as Slurm reports it.
 
     Slurm then ends the ranks of all hosts: the first one that ends need not be on that host.
     """
-    found = re.search(rf"out of memory(?: on ({_WORD}))?: ", failure.text)
+    found = re.search(rf"out of memory(?: on ({HOST}))?: ", failure.text)
     if "Slurm reports: " not in failure.text or found is None or found[1] == failure.host:
         return failure
     return failure._replace(rank=None, host=found[1])
@@ -248,7 +206,7 @@ def read_closing_line(line: str) -> Failure | None:
     if not found["error"]:
         is_failure = re.search(r"\bhang\b|\bis lost\b|\blost contact\b|\bdisagree\b", text)
         return Failure(text, "lost") if is_failure else None
-    if place := re.match(rf"preflight: the training is not started on ({_WORD})", text):
+    if place := re.match(rf"preflight: the training is not started on ({HOST})", text):
         return Failure(text, "bad host", host=place[1].rstrip("."))
     if text.startswith("preflight: "):
         return Failure(text, "preflight")
@@ -276,17 +234,6 @@ def is_by_slurm(line: str) -> bool:
     return _BY_SLURM.search(line) is not None
 
 
-def split_labels(line: str) -> Labels:
-    """Return what the labels before a line name, and what follows them."""
-    named: dict[str, str] = {}
-    rest = line
-    while found := next(filter(None, (label.match(rest) for label in _LABELS)), None):
-        named.update((name, text) for name, text in found.groupdict().items() if text is not None)
-        rest = rest[found.end() :]
-    rank, local = (int(named[name]) if name in named else None for name in ("rank", "local"))
-    return Labels(rank, named.get("host"), local, rest)
-
-
 def is_for_people(line: str) -> bool:
     """Whether a line repeats what the kit has written as a Failure."""
     return any(map(_FOR_PEOPLE.match, (line, split_labels(line).message)))
@@ -308,17 +255,6 @@ def cause_of(failure: Failure) -> FailureCause:
     if failure.kind == "killed":  # the launcher's report of its end says more
         cause = replace(cause, level=CauseLevel.CONSEQUENCE, explained_by=("killed", "crash"))
     return cause
-
-
-def rank_and_host(line: str) -> tuple[int | None, str | None]:
-    """Return the rank and the host that a line is about, or that its label names."""
-    for pattern in _RANK_AND_HOST:
-        both = pattern.search(line)
-        if both:
-            return int(both["rank"]), both["host"]
-    found_rank, found_host, labels = _RANK.search(line), _HOST.search(line), split_labels(line)
-    rank = int(found_rank[found_rank.lastindex or 0]) if found_rank else labels.rank
-    return rank, found_host[found_host.lastindex or 0] if found_host else labels.host
 
 
 def reports_exit(line: str) -> bool:

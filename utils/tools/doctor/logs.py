@@ -14,8 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from ...launch_report import Failure
-from .causes import CauseLevel, FailureCause
+from ...job.notation import same_host
+from ...launch_report import FAILURE, Failure
+from . import endings
+from .causes import CAUSES
+from .causes_general import EMPTY, EXCEPTION, UNFINISHED
+from .failure_cause import CauseLevel, FailureCause
+from .labels import split_labels
 from .lines import (
     cause_of,
     detail,
@@ -24,13 +29,13 @@ from .lines import (
     is_restart,
     keywords,
     match,
-    rank_and_host,
     read_closing_line,
     read_failure,
     read_launch_error,
+    read_restart_line,
     reports_exit,
-    split_labels,
 )
+from .places import Place, Places, place_of
 
 EXIT_RESTART = 1
 EXIT_NO_RESTART = 3
@@ -49,8 +54,12 @@ _MOST_SHAPES = 100_000
 _TIME = re.compile(
     rb"(?:\d{4}-(\d\d)-(\d\d)[T _]|\b[IWEF](\d{1,2})(\d\d) |\b)(\d\d):(\d\d):(\d\d(?:[.,]\d+)?)"
 )
-_LINES_AFTER_HINT = 200  # a job that prints more after a warning has survived it
 _FILE_RANK = re.compile(r"rank[-_.]?(\d+)")
+_TRACEBACK = "Traceback (most recent call last)"
+_LINES_OF_CHAIN = 100  # between two exceptions of one failure
+_LONGEST_TRACEBACK = 500  # lines, with those of other ranks between
+# What launch.py says of a restart that would fail, too.
+_FAILS_AGAIN = re.compile(r"the same failure twice|\d+ failures without a new checkpoint")
 _HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at the top of a job
 
 
@@ -66,7 +75,7 @@ class LogFinding:
     position: tuple[int, int]  # number of the file, line
     date: tuple[int, int] | None  # month and day
     seconds: float | None  # since midnight
-    named: list[tuple[int | None, str | None]] = field(default_factory=list)
+    named: list[Place] = field(default_factory=list)
     detail: str = ""  # which parameters the message names
 
     @property
@@ -82,12 +91,20 @@ class Diagnosis:
     rank: int | None
     host: str | None
     others: tuple[LogFinding, ...]  # what else was found, in the order of the files
+    restarts: tuple[str, ...] = ()  # of the ranks by launch.py: "restart 1 without n2, ..."
+    no_restart: str = ""  # why launch.py did not start the ranks again
 
     @property
     def cause(self) -> FailureCause:
         """The row, and what the output says beyond it."""
         row, detail = self.finding.cause, self.finding.detail
+        if row.restart is None and _FAILS_AGAIN.match(self.no_restart):
+            row = replace(row, restart=False)
         return replace(row, meaning=f"{row.meaning} {detail.rstrip('.')}.") if detail else row
+
+
+_WORD_ROW = next(row for row in reversed(CAUSES) if row.level is CauseLevel.WORD)
+_EXCEPTION_ROW = next(row for row in CAUSES if row.name == EXCEPTION)
 
 
 def _key(cause: FailureCause) -> tuple[str, CauseLevel, str]:
@@ -96,7 +113,10 @@ def _key(cause: FailureCause) -> tuple[str, CauseLevel, str]:
 
 
 def diagnose(files: Sequence[tuple[BinaryIO, str]]) -> Diagnosis | None:
-    """Return why a job failed, from its output files and their names; None: it did not fail."""
+    """Return why a job failed, from its output files and their names.
+
+    None: no line shows a failure, and one shows the end of the job.
+    """
     reader = _Reader()
     for number, (stream, name) in enumerate(files):
         reader.read(stream, name, number)
@@ -107,32 +127,47 @@ def diagnose(files: Sequence[tuple[BinaryIO, str]]) -> Diagnosis | None:
 class _Exit:
     """The end of a process, as a launcher reports it."""
 
-    rank: int | None = None
-    host: str | None = None
+    place: Place = Place()
     time: str = ""  # "2026-07-24_08:33:05"
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line, its file and number, and the lines up to it."""
+    """A line, its file and number, and the lines up to it.
+
+    is_exception: it is the last one of a traceback.
+    """
 
     text: str
     name: str
     position: tuple[int, int]
     context: bytes
+    is_exception: bool = False
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How a file ends. own_end: the number of the line in which the job reports its own end, or 0.
+
+    last: the last line that is not empty; None in an empty file.
+    """
+
+    num_lines: int
+    own_end: int
+    last: _Line | None
 
 
 class _Reader:
     def __init__(self) -> None:
         self._findings: dict[tuple[object, int], LogFinding] = {}  # by cause and file
-        self._hosts: set[str] = set()  # that any line names
-        self._host_of_rank: dict[int, str] = {}
+        self._endings: list[_Ending] = []  # of each file
+        self._places = Places()
         self._first_exit: _Exit | None = None
         self._root_causes: list[_Exit] = []  # of torchrun's agents
         self._first_agent = ""  # the host of the agent that ended first
-        self._num_lines: list[int] = []  # of each file
         self._has_failure = False  # a line that the kit has written for programs
-        self._local_ranks: set[int] = set()  # known by their number on their host only
+        self._restarts: list[str] = []
+        self._no_restart = ""
         # The last line of launch.py, or else the first one of a rank that could not start: what it
         # says, and a line to be noted.
         self._closing: tuple[Failure, _Line] | None = None
@@ -141,17 +176,49 @@ class _Reader:
     def read(self, stream: BinaryIO, name: str, number: int) -> None:
         label = _FILE_RANK.search(os.path.basename(name))
         file_rank = int(label[1]) if label else None
-        line_number = 0
-        for line_number, line, context in _lines_of_interest(stream):
+        last_lines = deque[tuple[int, bytes]](maxlen=endings.NUM_LINES)
+        for line_number, line, context, is_exception in _lines_of_interest(stream, last_lines):
             if line_number == 1 and _HOST_NAME.fullmatch(line):
-                self._hosts.add(line)
+                self._places.hosts.add(line)
+            restart, why_not = read_restart_line(line)
+            self._no_restart = why_not or self._no_restart
             if is_restart(line):
+                self._restarts += [restart] if restart else []
                 self._forget(number)
+                last_lines.clear()
                 continue
-            log_line = _Line(line, name, (number, line_number), context)
+            log_line = _Line(line, name, (number, line_number), context, is_exception)
             self._note_for_people(log_line)
             self._note(log_line, read_failure(line), file_rank)
-        self._num_lines.append(line_number)
+        self._note_ending(last_lines, name, number, file_rank)
+
+    def _note_ending(
+        self,
+        last_lines: Sequence[tuple[int, bytes]],
+        name: str,
+        number: int,
+        file_rank: int | None,
+    ) -> None:
+        """Note the end of a file, and a line near it that mentions an error."""
+        lines = [(at, line[:_LONGEST_LINE].decode(errors="replace")) for at, line in last_lines]
+        written = {at: line for at, line in lines if line.strip()}
+        num_lines, last = lines[-1][0] if lines else 0, None
+        if written:
+            at = max(written)
+            last = _Line(written[at], name, (number, at), b"")
+        own_end = endings.own_end(lines)
+        self._endings.append(_Ending(num_lines, own_end, last))
+        for at, line in lines:
+            if match(line) is None and endings.is_exception(
+                split_labels(line).message, in_traceback=False
+            ):
+                self._note(_Line(line, name, (number, at), b"", True), None, file_rank)
+        known = self._findings.get((_key(_WORD_ROW), number))
+        if known is None or self._went_on_after(known):
+            unread = [each for each in lines if each[0] > own_end and FAILURE not in each[1]]
+            if at := endings.mentions_error(unread):
+                self._findings.pop((_key(_WORD_ROW), number), None)
+                self._add(_WORD_ROW, _Line(written[at], name, (number, at), b""))
 
     def _forget(self, number: int) -> None:
         """Forget what the lines of a file have shown until now."""
@@ -160,7 +227,7 @@ class _Reader:
         }
         self._first_exit, self._root_causes, self._first_agent = None, [], ""
         self._closing = self._launch_error = None
-        self._has_failure = False
+        self._has_failure, self._no_restart = False, ""
 
     def _note_for_people(self, line: _Line) -> None:
         """Note what the kit says to people, in case the line for programs is not in the output."""
@@ -172,55 +239,69 @@ class _Reader:
 
     def _note(self, line: _Line, failure: Failure | None, file_rank: int | None) -> None:
         """Note what a line shows. failure: what the kit has written or said in it."""
-        text, number = line.text, line.position[0]
-        rank, host = (failure.rank, failure.host) if failure else rank_and_host(text)
-        if failure is None and rank is None and (rank := split_labels(text).local) is not None:
-            self._local_ranks.add(rank)
+        text = line.text
+        place = Place(failure.rank, failure.host) if failure else place_of(text)
         self._has_failure |= failure is not None
-        if host:
-            self._hosts.add(host)
-            if rank is not None:
-                self._host_of_rank.setdefault(rank, host)
+        self._places.note(text, place)
         if failure and failure.kind == "status":
-            self._first_exit = self._first_exit or _Exit(rank, host)
-            self._first_agent = self._first_agent or (host or "" if rank is None else "")
-        self._note_exit(text, rank, host)
+            self._first_exit = self._first_exit or _Exit(place)
+            self._first_agent = self._first_agent or (
+                place.host or "" if place.rank is None else ""
+            )
+        self._note_exit(text, place)
 
         if failure:
-            cause, named_host = cause_of(failure), host
-        elif (found := match(text)) is None or is_for_people(text):
+            cause, named_host = cause_of(failure), place.host
+        elif is_for_people(text):
             return
-        else:
+        elif found := match(text):
             cause, named_host = found
-        key = _key(cause), number
+            if line.is_exception and cause.level is CauseLevel.WORD:
+                cause = _EXCEPTION_ROW
+        elif line.is_exception:
+            cause, named_host = _EXCEPTION_ROW, None
+        else:
+            return
+        finding = self._add(cause, line)
+        finding.detail = finding.detail or detail(text)
+        if cause.reporter == "survivor":
+            place = Place(None, named_host)
+        elif failure is None and cause.reporter != "kit":
+            is_known = place.rank is not None or place.task is not None or place.local is not None
+            place = place._replace(
+                rank=place.rank if is_known else file_rank, host=place.host or named_host
+            )
+        if place not in finding.named:
+            finding.named.append(place)
+
+    def _add(self, cause: FailureCause, line: _Line) -> LogFinding:
+        """Return the finding of a cause in a file, of which a line is the last one until now."""
+        key = _key(cause), line.position[0]
+        number = line.position[1]
         if key not in self._findings:
             date, seconds = _last_time(line.context)
             self._findings[key] = LogFinding(
-                cause, line.name, line.position[1], text, line.position[1], line.position,
-                date, seconds,
-            )  # fmt: skip
-        self._findings[key].last_line_number = line.position[1]
-        self._findings[key].detail = self._findings[key].detail or detail(text)
-        if cause.reporter == "survivor":
-            rank, host = None, named_host
-        elif failure is None and cause.reporter != "kit":
-            rank, host = file_rank if rank is None else rank, host or named_host
-        if (rank, host) not in self._findings[key].named:
-            self._findings[key].named.append((rank, host))
+                cause, line.name, number, line.text, number, line.position, date, seconds
+            )
+        self._findings[key].last_line_number = max(number, self._findings[key].last_line_number)
+        return self._findings[key]
 
-    def _note_exit(self, line: str, rank: int | None, host: str | None) -> None:
+    def _note_exit(self, text: str, place: Place) -> None:
         """Note the ends of processes that launchers report; torchrun does so in several lines."""
-        in_torchrun_summary = re.match("  (time|host|rank)  ", line) is not None
-        if "Root Cause (first" in line:
+        message = split_labels(text).message
+        in_torchrun_summary = re.match("  (time|host|rank)  ", message) is not None
+        if "Root Cause (first" in text:
             self._root_causes.append(_Exit())
         elif in_torchrun_summary and self._root_causes:
             latest = self._root_causes[-1]
-            if line.startswith("  time") and not latest.time:
-                latest.time = line.partition(":")[2].strip()
-            latest.rank = rank if latest.rank is None else latest.rank
-            latest.host = latest.host or host
-        elif reports_exit(line) and not in_torchrun_summary and self._first_exit is None:
-            self._first_exit = _Exit(rank, host)
+            if message.startswith("  time") and not latest.time:
+                latest.time = message.partition(":")[2].strip()
+            elif message.startswith("  rank") and latest.place.rank is None:
+                latest.place = latest.place._replace(rank=place.rank)
+            elif message.startswith("  host"):
+                latest.place = latest.place._replace(host=latest.place.host or place.host)
+        elif reports_exit(text) and not in_torchrun_summary and self._first_exit is None:
+            self._first_exit = _Exit(place)
 
     def diagnose(self) -> Diagnosis | None:
         said = self._closing or self._launch_error
@@ -232,7 +313,7 @@ class _Reader:
         if any(candidate.cause.reporter == "kit" for candidate in findings):  # it explains the hang
             findings = [each for each in findings if not each.line.startswith("The ranks hang")]
         if not findings:
-            return None
+            return None if any(ending.own_end for ending in self._endings) else self._unfinished()
         finding = _first(findings)
         while reasons := [candidate for candidate in findings if _explains(candidate, finding)]:
             finding = _first(reasons)
@@ -241,38 +322,68 @@ class _Reader:
             rank, host = self._of_memory(findings)
         else:
             rank, host = self._rank_and_host(finding, same)
-        if rank in self._local_ranks and len(self._hosts) > 1:
-            rank = None  # each host has a rank with that number
         others = (
             candidate
             for candidate in findings
             if candidate not in same and candidate.cause.name != "unknown"
         )
-        return Diagnosis(finding, rank, host, tuple(others))
+        return Diagnosis(
+            finding, rank, host, tuple(others), tuple(self._restarts), self._no_restart
+        )
+
+    def _unfinished(self) -> Diagnosis:
+        """Return what is said of an output without a failure and without the end of the job."""
+        last = next((ending.last for ending in reversed(self._endings) if ending.last), None)
+        text, name, position = (
+            (last.text, last.name, last.position) if last else ("", "the output", (0, 0))
+        )
+        cause = UNFINISHED if last else EMPTY
+        finding = LogFinding(cause, name, position[1], text, position[1], position, None, None)
+        return Diagnosis(finding, None, None, (), tuple(self._restarts), self._no_restart)
 
     def _went_on_after(self, finding: LogFinding) -> bool:
-        """Whether a job went on after a warning."""
-        num_lines = self._num_lines[finding.position[0]] - finding.last_line_number
-        is_hint = finding.cause.level in (CauseLevel.HINT, CauseLevel.WORD)
-        return is_hint and num_lines > _LINES_AFTER_HINT
+        """Whether a job went on after a warning, or then reports its own end."""
+        if finding.position[0] >= len(self._endings):
+            return False
+        ending, level = self._endings[finding.position[0]], finding.cause.level
+        if level not in (CauseLevel.HINT, CauseLevel.WORD, CauseLevel.CONSEQUENCE):
+            return False
+        if finding.last_line_number < ending.own_end:
+            return True
+        is_far = ending.num_lines - finding.last_line_number > endings.NUM_LINES
+        return is_far and level is not CauseLevel.CONSEQUENCE
 
     def _of_memory(self, findings: Sequence[LogFinding]) -> tuple[int | None, str | None]:
         """Return which rank and host had no memory left, by all lines that say so."""
         of_memory = [finding for finding in findings if finding.cause.name == "host_oom"]
-        named = [pair for finding in of_memory for pair in finding.named]
+        named = [self._places.resolve(place) for finding in of_memory for place in finding.named]
         host = next((host for _, host in named if host), None)
         rank = next(
             (rank for rank, named_host in named if rank is not None and named_host == host), None
         )
+        exit_rank, exit_host = self._exit()
+        if rank is None and host and exit_host and same_host(host, exit_host):
+            rank = exit_rank
         return rank, host
+
+    def _exit(self) -> tuple[int | None, str | None]:
+        """Return rank and host of the process that ended first, as far as launchers report it."""
+        first_exit = min(
+            self._root_causes,
+            # torchrun counts seconds: of equal times, its first agent's
+            key=lambda cause: (cause.time, cause.place.host != self._first_agent),
+            default=self._first_exit,
+        )
+        return self._places.resolve(first_exit.place) if first_exit else (None, None)
 
     def _rank_and_host(
         self, finding: LogFinding, same: Sequence[LogFinding]
     ) -> tuple[int | None, str | None]:
         """Return which rank and host failed first. same: the findings of the cause in all files."""
-        named = finding.named
+        resolve = self._places.resolve
+        named = [resolve(place) for place in finding.named]
         if len(same) > 1 and any(finding.seconds is None for finding in same):
-            named = [pair for finding in same for pair in finding.named]
+            named = [resolve(place) for finding in same for place in finding.named]
             if len({rank for rank, _ in named} - {None}) > 1:
                 return None, _only({host for _, host in named if host})
 
@@ -280,27 +391,21 @@ class _Reader:
         if finding.cause.reporter == "survivor":
             return None, next(iter(hosts), None)
         if finding.cause.reporter == "kit":
-            rank, host = next((pair for pair in named if pair != (None, None)), (None, None))
-            return rank, host or self._host_of_rank.get(-1 if rank is None else rank)
+            return next((pair for pair in named if pair != (None, None)), (None, None))
         if finding.cause.reporter == "scheduler":
-            return None, _only(set(hosts) or self._hosts)
+            return None, _only(set(hosts) or self._places.hosts)
 
-        rank = next((rank for rank, _ in named if rank is not None), None)
-        host = next(
-            (host for named_rank, host in named if host and named_rank in (rank, None)), None
-        )
-        first_exit = min(
-            self._root_causes,
-            # torchrun counts seconds: of equal times, its first agent's
-            key=lambda cause: (cause.time, cause.host != self._first_agent),
-            default=self._first_exit,
-        )
-        exit_rank, exit_host = (first_exit.rank, first_exit.host) if first_exit else (None, None)
+        rank, host = next((pair for pair in named if pair[0] is not None), (None, None))
+        if rank is None:
+            host = next(iter(hosts), None)
+        elif host is None and len({named_rank for named_rank, _ in named} - {None}) == 1:
+            host = _only(set(hosts) & self._places.hosts_without_rank)
+        exit_rank, exit_host = self._exit()
         if rank is None and (host is None or exit_host in (None, host)):
             rank, host = exit_rank, host or exit_host
-        if host is None and rank is not None:
-            host = self._host_of_rank.get(rank)
-        return rank, host or _only(self._hosts)
+        if host is None and rank is None:
+            host = _only(self._places.hosts)
+        return rank, host
 
 
 def _only(hosts: set[str]) -> str | None:
@@ -310,10 +415,15 @@ def _only(hosts: set[str]) -> str | None:
 def _explains(finding: LogFinding, other: LogFinding) -> bool:
     """Whether a finding is the reason of another one.
 
-    A crash may also be how a rank ends after it has lost another one.
+    A crash may also be how a rank ends after it has lost another one. An exception of a rank may be
+    raised because of another one, which a traceback shows before or after it.
     """
     if finding.cause.name not in other.cause.explained_by:
         return False
+    if other.cause.name == EXCEPTION:
+        distance = abs(finding.position[1] - other.position[1])
+        is_near = finding.position[0] == other.position[0] and distance < _LINES_OF_CHAIN
+        return is_near and any(place in other.named for place in finding.named)
     is_by_rank = finding.cause.reporter == "failed" and not reports_exit(finding.line)
     may_follow = is_by_rank and finding.cause.level == CauseLevel.FAILURE
     return not may_follow or _in_order([finding, other])[0] is finding
@@ -378,7 +488,7 @@ def _where(found: Diagnosis) -> str:
 
 def describe(found: Diagnosis | None) -> str:
     if found is None:
-        return "No failure was found. No line matches a symptom in the table of causes."
+        return "No failure was found, and the output shows the end of the job."
     first, cause = found.finding, found.cause
     unknown = "the output does not show which rank or host failed first"
     if cause.name == "command_error":
@@ -392,10 +502,21 @@ def describe(found: Diagnosis | None) -> str:
         f"Remedy:   {cause.remedy}",
         f"Restart:  {_RESTART[cause.restart]}",
     ]
+    if found.restarts or found.no_restart:
+        lines[-1] += f". {_describe_restarts(found)}"
     also = [f"{other.cause.name} ({other.file}:{other.line_number})" for other in found.others]
     if also:
         lines.append(f"Also:     {', '.join(dict.fromkeys(also))}")
     return "\n".join(lines)
+
+
+def _describe_restarts(found: Diagnosis) -> str:
+    """Return what launch.py has done itself, before the last failure and after it."""
+    count = len(found.restarts)
+    times = f"The ranks were started again {count} time{'s' * (count > 1)}"
+    before = f"{times} before it ({'; '.join(found.restarts)})" if count else ""
+    after = f"ddpkit launch did not start them again: {found.no_restart}" * bool(found.no_restart)
+    return ". ".join(text for text in (before, after) if text)
 
 
 def as_dict(found: Diagnosis | None) -> dict[str, object]:
@@ -407,6 +528,8 @@ def as_dict(found: Diagnosis | None) -> dict[str, object]:
         "rank": found.rank,
         "host": found.host,
         "restart": cause.restart,
+        "restarts": list(found.restarts),
+        "no_restart": found.no_restart,
         "meaning": cause.meaning,
         "check": cause.check,
         "remedy": cause.remedy,
@@ -423,24 +546,61 @@ def as_dict(found: Diagnosis | None) -> dict[str, object]:
 # Lines -------------------------------------------------------------------------------------------
 
 
-def _lines_of_interest(stream: BinaryIO) -> Iterator[tuple[int, str, bytes]]:
-    """Yield line number, line, and the lines up to it, for lines that hold a keyword.
+def _lines_of_interest(
+    stream: BinaryIO, last_lines: deque[tuple[int, bytes]]
+) -> Iterator[tuple[int, str, bytes, bool]]:
+    """Yield number, text, the lines up to it, and whether it ends a traceback, of some lines.
 
-    The last item is an empty line with the number of lines. Most lines differ only by their numbers
-    from an earlier one without a keyword.
+    These are the first line, those that hold a keyword, and the exception at the end of a
+    traceback. Most lines differ only by their numbers from an earlier one without a keyword.
+    last_lines: gets the last ones, each with its number.
     """
     keywords, number = _digitless_keywords(), 0
-    recent, dull = deque[bytes](maxlen=_RECENT_LINES), set[bytes]()  # dull: without what varies
+    dull = set[bytes]()  # lines without a keyword, without what varies
+    tracebacks = _OpenTracebacks()
     for lines in stream:
         for line in lines.rstrip(b"\r\n").split(b"\r"):  # progress bars
             number += 1
-            recent.append(line)
+            last_lines.append((number, line))
             shape = line.translate(None, _VARYING)
-            if number == 1 or shape not in dull and any(keyword in line for keyword in keywords):
-                yield number, line[:_LONGEST_LINE].decode(errors="replace"), b"\n".join(recent)
-            elif len(dull) < _MOST_SHAPES:
+            has_keyword = shape not in dull and any(keyword in line for keyword in keywords)
+            if has_keyword or number == 1 or tracebacks.are_open:
+                text = line[:_LONGEST_LINE].decode(errors="replace")
+                is_exception = tracebacks.ends_one(text)
+                if has_keyword or number == 1 or is_exception:
+                    recent = list(last_lines)[-_RECENT_LINES:]
+                    yield number, text, b"\n".join(each for _, each in recent), is_exception
+            if not has_keyword and len(dull) < _MOST_SHAPES:
                 dull.add(shape)
-    yield number, "", b""
+
+
+class _OpenTracebacks:
+    """The tracebacks whose last line, the exception, has not come yet, by the labels of lines."""
+
+    def __init__(self) -> None:
+        self._lines_left: dict[str, int] = {}
+
+    @property
+    def are_open(self) -> bool:
+        return bool(self._lines_left)
+
+    def ends_one(self, text: str) -> bool:
+        """Note a line; return whether it is the exception at the end of a traceback."""
+        message = split_labels(text).message
+        label = text[: len(text) - len(message)]
+        if message.startswith(_TRACEBACK):
+            self._lines_left[label] = _LONGEST_TRACEBACK
+            return False
+        for other in [*self._lines_left]:
+            self._lines_left[other] -= 1
+            if not self._lines_left[other]:
+                del self._lines_left[other]
+        if label not in self._lines_left or not message or message[0].isspace():
+            return False
+        if not endings.is_exception(message, in_traceback=True):
+            return False
+        del self._lines_left[label]
+        return True
 
 
 @cache

@@ -1,0 +1,44 @@
+"""One row of the table of causes, and how much it explains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+
+class CauseLevel(IntEnum):
+    """How much a line explains. The lowest level in the output names the cause.
+
+    Among causes of the same level, the earliest one does.
+    """
+
+    CAUSE = 0  # explains a failure, even if it is printed late, such as an OOM kill
+    FAILURE = 1  # may be the cause, or the consequence of an earlier line
+    CONSEQUENCE = 2  # another process has ended
+    HINT = 3  # a warning, which jobs that continue also print
+    EXIT = 4  # only that a process has failed
+    WORD = 5  # a word of failure, which jobs that continue also print
+
+
+# Who prints the line: the rank that failed, a rank that waited for it, the scheduler, which ends
+# the job on all hosts, or the kit, whose message names the rank and host, or none.
+Reporter = Literal["failed", "survivor", "scheduler", "kit"]
+
+
+@dataclass(frozen=True)
+class FailureCause:
+    """One row. restart: whether a restart helps; None: the output does not show that.
+
+    explained_by: names of causes that replace this one if they are also found.
+    """
+
+    name: str
+    restart: bool | None
+    level: CauseLevel
+    meaning: str
+    check: str
+    remedy: str
+    patterns: tuple[str, ...]
+    reporter: Reporter = "failed"
+    explained_by: tuple[str, ...] = ()
