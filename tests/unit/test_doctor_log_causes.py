@@ -180,7 +180,7 @@ def test_job_without_its_own_end_is_unknown(text: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("end", [
-    "Training completed.", "training finished in 90 s", "epoch 4/4: loss 0.3", "step 500/500", "done", "final loss: 0.3",
+    "Training completed.", "training finished in 90 s", "epoch 4/4: loss 0.3", "step 500/500", "done", "final loss: 1",
     "Exit_status = 0", "State: COMPLETED (exit code 0)", "ddpkit submit: job 7: completed, exit status 0",
     "`Trainer.fit` stopped: `max_epochs=3` reached.", "{'train_runtime': 8.1}", "100%|##########| 9/9", "All done!"])
 def test_own_end_of_a_job_is_no_failure(end: str) -> None:

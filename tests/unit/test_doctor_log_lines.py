@@ -89,7 +89,21 @@ PEOPLE = "ddpkit launch: 2 ranks on 2 hosts (n1, n2) by srun\n{}\nddpkit launch:
     ("rank 5 on n3 did not enter collective 7, in which ranks 0-4 wait. It is at train.py, line 4, in main",
      ("hang", 5, "n3", None)),
     ("error: on n2 /data is missing. Expected the same folders and files on every host",
-     ("launch_error", None, None, None)),
+     ("launch_error", None, "n2", None)),
+    ("error: torchrun on n2 ended with exit status 1", ("unknown", None, "n2", None)),
+    ("error: the connection to n2 was lost. The host, its network or the agent there has failed",
+     ("launch_error", None, "n2", None)),
+    ("error: no agent has connected from n2 within 60 s. Expected pbsdsh to start one there",
+     ("launch_error", None, "n2", None)),
+    ("error: rank 0 on n1, rank 2 on n1 had ended with exit status 0 before rank 1 on n2 ended with exit status 1",
+     ("left_early", 0, "n1", False)),
+    ("rank 0 on n1 called barrier at a.py, line 3, and rank 1 on n2 left normally after 7 collectives. It is a "
+     "collective that only some ranks call", ("uneven_work", None, None, False)),
+    ("rank 1 on n2 left normally after 7 collectives, and other ranks still wait for it. The ranks run different "
+     "numbers of steps", ("uneven_work", 1, "n2", False)),
+    ("rank 1 on n2 failed: RuntimeError: NaN. Rank 1 ended with exit status 9", ("python_exception", 1, "n2", None)),
+    ("rank 1 on n2 was ended by SIGKILL (exit status 137), perhaps because its host ran out of memory. Slurm reports: "
+     "out of memory on n3: oom_kill event in StepId=4.0", ("host_oom", None, "n3", False)),
     ("error: SIGTERM: ddpkit launch has received it: the job was cancelled", ("terminated", None, None, None))])
 def test_last_line_of_the_launch_tells_what_a_file_of_failures_would(last: str, expected: Found) -> None:
     earlier = "ddpkit launch: rank 0 on n1 ended with exit status 1, the others will be ended"

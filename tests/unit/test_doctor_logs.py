@@ -174,7 +174,8 @@ def test_first_in_time_of_several_files_or_the_last_line_of_a_long_one_is_the_ca
 
 
 @pytest.mark.parametrize(("text", "status"), [
-    ("loss\nTraining finished\n", 0), ("loss", 4), ("", 4), ("Node failure on n1", 1), (OOM, 3), ("srun: error: n1: task 3: Exited with exit code 1", 4)])
+    ("loss\nTraining finished\n", 0), ("loss", 4), ("", 4),
+    ("Node failure on n1", 1), (OOM, 3), ("srun: error: n1: task 3: Exited with exit code 1", 4)])
 def test_exit_status(text: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.out").write_text(text)
     assert cli.main(["logs", str(tmp_path / "job.out")]) == status
@@ -258,7 +259,7 @@ MESSAGES = {  # what a rank raises or logs, or launch.py prints: the message, it
         ("several ranks on n2 use the same GPU; expected a GPU for each rank:\nx", "duplicate_gpu", None, "n2")],
     "launch.py": [
         ("on n2 /data is missing. Expected the same folders and files on every host", "launch_error", None, "n2"),
-        ("--nodes is 9. Expected 1 to 8, out of Slurm job 7", "launch_error", None, None),
+        ("--nodes is 9. Expected 1 to 8, out of Slurm job 7", "command_error", None, None),
         ("ssh ended with exit status 255 before an agent has connected from n2. See its message above",
          "launch_error", None, "n2"),
         ("SIGTERM: all will be ended", "terminated", None, None),
@@ -269,20 +270,23 @@ MESSAGES = {  # what a rank raises or logs, or launch.py prints: the message, it
           for code, name in ((errno.ENOSPC, "disk_full"), (errno.EDQUOT, "quota")))]}
 
 
+@pytest.mark.parametrize("with_json", [True, False], ids=["json", "people"])
 @pytest.mark.parametrize(("kind", "text", "cause", "rank", "host"), [
     pytest.param(kind, *row, id=f"{kind}: {str(row[0])[:40]}") for kind, rows in MESSAGES.items() for row in rows])
 def test_message_of_the_kit_is_understood(
-        kind: str, text: Any, cause: str, rank: int | None, host: str | None, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+        kind: str, text: Any, cause: str, rank: int | None, host: str | None, with_json: bool,
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the line for programs, or from what people read alone."""
     monkeypatch.setattr(socket, "gethostname", lambda: "n2")
     if kind == "raised":
-        failure.Shutdown(3, 8, "gloo", HashStore(), None).report(text)
+        error = type(text)(*text.args)
+        failure.Shutdown(3, 8, "gloo", HashStore(), None).report(error)
     elif kind == "at the start":
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-        failure.print_without_traceback(error := LaunchError(text, rank=rank, host=host))
-        sys.excepthook(LaunchError, error, None)
+        failure.print_without_traceback(refused := LaunchError(text, rank=rank, host=host))
+        sys.excepthook(LaunchError, refused, None)
     elif kind == "launch.py":
-        kinds = {"terminated": "stop", "unknown": "status"}
+        kinds = {"terminated": "stop", "unknown": "status", "command_error": "command"}
         result = LaunchResult()
         result.fail(text, 0.0, kind=kinds.get(cause, "launch"), rank=rank, host=host)
         Ended(result.conclude()).report()
@@ -290,8 +294,11 @@ def test_message_of_the_kit_is_understood(
         setup_logging(3, 8)
         get_logger("test").error("%s", text)
     output = capsys.readouterr().err
+    if not with_json:
+        output = "".join(line for line in output.splitlines(keepends=True) if "ddpkit-failure " not in line)
     # The cause comes before its consequences.
-    ended = "" if kind == "launch.py" else said("status", "rank 1 on n1 ended with exit status 1", 1, "n1")
+    ended = said("status", "rank 1 on n1 ended with exit status 1", 1, "n1")
+    ended *= kind != "launch.py" and with_json
     found = diagnose([(io.BytesIO((output + ended).encode()), "job.out")])
     assert found is not None and exit_status(found) != 0, output
     assert (found.cause.name, found.rank, found.host) == (cause, rank, host), output

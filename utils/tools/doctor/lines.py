@@ -63,12 +63,32 @@ _BY_SLURM = re.compile(
 _CLOSING = re.compile(
     r"ddpkit launch: (?P<error>error: )?(?P<text>.*?)(?:, the others will be ended)?$"
 )
-_CLOSING_RANK = re.compile(rf"rank (\d+)(?: on ({HOST}))?(?: \([^)]*\))? (.*)")
+_CLOSING_RANK = re.compile(
+    rf"rank (\d+)(?: on ({HOST}))?(?: \([^)]*\))?(?:, rank \d+(?: on {HOST})?)*"
+    r"(?: and \d+ more)? (.*)"
+)
+# The same of a rank without launch.py, which prints the cause once, or repeats it.
+_REPORTED = re.compile(
+    rf"(?:^|: )(?:rank \d+ on {HOST} (?:stops|is ended), because )?(rank \d+ on {HOST}\b.*)"
+)
+# The host that an error of launch.py is about: "on n2 /data is missing", "torchrun on n7 ended".
+_HOST_AT_FAULT = re.compile(
+    rf"^on ({HOST}) |\bconnection to ({HOST}) was lost|\bconnected from ({HOST})(?: within|\. )"
+    rf"|^[\w./-]+ on ({HOST}) (?:ended|was|has|did)|^a process \w* ?on ({HOST}) "
+)
+# "rank 3 of 8 (local rank 1) on n2"; "sees no CUDA device on n2"
+_RANK_AT_START = re.compile(rf"\brank (\d+)(?: of \d+)?(?: \([^)]*\))? on ({HOST})")
+_HOST_AT_START = re.compile(r"\bon ([A-Za-z][\w.-]*\d[\w-]*)")
+_ABOUT_OPTION = re.compile(r"(?:^|\s)--[a-z][\w-]*|^no such (?:file|program)|is not a command")
+_ABOUT_RANKS = re.compile(
+    r"\bhang\b|\bis lost\b|\blost contact\b|\bdisagree\b|\bwait for\b|\bwait in\b|\bdid not enter\b"
+    r"|\bdoes not respond\b|\bno collective for\b|\ball ranks wait\b"
+)
 _CLOSING_KINDS = (  # the beginning of the text after rank and host, and the kind of the failure
     ("failed: ", "exception"), ("was ended by ", "status"),
     ("ended with exit status 0", "left"), ("had ended with exit status 0", "left"),
     ("ended with exit status ", "status"), ("ended without a report", "killed"),
-    ("left by ", "uneven"), ("cannot start", "start"), ("did not find rank 0", "start"),
+    ("left ", "uneven"), ("cannot start", "start"), ("did not find rank 0", "start"),
     ("did not enter ", "hang"), ("entered a different ", "hang"), ("does not respond", "hang"),
 )  # fmt: skip
 _DETAIL = re.compile(
@@ -78,7 +98,7 @@ CONTEXT = (
     "ddpkit launch: ", "LaunchError: ", "Job was executed on host(s) <", " NCCL ",
     "Root Cause (first", "  time  ", "  host  ", "  rank  ", "Process name: [", "RUNNING AT",
     "torch/distributed/", "torch.distributed.elastic", "local_rank: ", "bin/torchrun", "[default",
-    "srun: error: ", "will restart worker group", FAILURE,
+    "srun: error: ", "will restart worker group", " stops, because rank ", " failed: ", FAILURE,
 )  # fmt: skip
 
 _GPU_MEMORY = re.compile(
@@ -186,32 +206,54 @@ def _blame_memory(failure: Failure) -> Failure:
     return failure._replace(rank=None, host=found[1])
 
 
-def read_closing_line(line: str) -> Failure | None:
+def read_closing_line(line: str, *, has_started: bool = True) -> Failure | None:
     """Return what launch.py says last to people; None for another line of launch.py.
 
-    The line is read where no line for programs is in the output.
+    The line is read where no line for programs is in the output. has_started: launch.py has said
+    which ranks it starts; otherwise it may have refused its command line.
     """
     found = _CLOSING.match(split_labels(line).message)
     if found is None:
         return None
     text = found["text"].removesuffix("\x1b[0m")
-    if "cannot be told" in text:  # which rank is wrong
-        return Failure(text, "hang")
-    of_rank = _CLOSING_RANK.match(text)
-    if of_rank:
-        rank, host, rest = int(of_rank[1]), of_rank[2], of_rank[3]
-        kinds = [kind for words, kind in _CLOSING_KINDS if rest.startswith(words)]
-        if kinds:
-            return _blame_memory(Failure(text, kinds[0], rank, host))
+    if of_ranks := _read_cause(text):
+        return of_ranks
     if not found["error"]:
-        is_failure = re.search(r"\bhang\b|\bis lost\b|\blost contact\b|\bdisagree\b", text)
-        return Failure(text, "lost") if is_failure else None
+        return None
     if place := re.match(rf"preflight: the training is not started on ({HOST})", text):
         return Failure(text, "bad host", host=place[1].rstrip("."))
     if text.startswith("preflight: "):
         return Failure(text, "preflight")
-    is_stop = re.match("SIG[A-Z]+: |Slurm has ended the ranks: ", text)
-    return _blame_memory(Failure(text, "stop" if is_stop else "launch"))
+    if re.match("SIG[A-Z]+: |Slurm has ended the ranks: ", text):
+        return _blame_memory(Failure(text, "stop"))
+    if not has_started and _ABOUT_OPTION.search(text):
+        return Failure(text, "command")
+    named = _HOST_AT_FAULT.search(text)
+    host = named[named.lastindex or 0].rstrip(".") if named else None
+    is_status = "ended with exit status" in text and text.startswith("torchrun on ")
+    return _blame_memory(Failure(text, "status" if is_status else "launch", None, host))
+
+
+def read_reported_cause(line: str) -> Failure | None:
+    """Return what a rank without launch.py says to people about what failed first."""
+    found = _REPORTED.search(line)
+    return _read_cause(found[1]) if found else None
+
+
+def _read_cause(text: str) -> Failure | None:
+    """Return the cause that ranks have reported, from its words; None for other texts."""
+    if "cannot be told" in text:  # which rank is wrong
+        return Failure(text, "hang")
+    if re.search("only some ranks call|different numbers of steps", text):
+        of_rank = _CLOSING_RANK.match(text)
+        if of_rank and of_rank[3].startswith("left "):
+            return Failure(text, "uneven", int(of_rank[1]), of_rank[2])
+        return Failure(text, "uneven")
+    if of_rank := _CLOSING_RANK.match(text):
+        kinds = [kind for words, kind in _CLOSING_KINDS if of_rank[3].startswith(words)]
+        if kinds:
+            return _blame_memory(Failure(text, kinds[0], int(of_rank[1]), of_rank[2]))
+    return Failure(text, "lost") if _ABOUT_RANKS.search(text) else None
 
 
 def read_launch_error(line: str) -> Failure | None:
@@ -220,7 +262,14 @@ def read_launch_error(line: str) -> Failure | None:
     name, marker, text = message.partition("LaunchError: ")
     if not marker or name or text.startswith("this rank ("):
         return None
-    return Failure(text, "start")
+    if "did not find rank 0" in text:
+        return Failure(text, "start", 0)
+    ranks = set(_RANK_AT_START.findall(text))
+    if ranks:
+        rank, host = ranks.pop() if len(ranks) == 1 else ("", "")
+        return Failure(text, "start", int(rank) if rank else None, host or None)
+    hosts = set(_HOST_AT_START.findall(text))
+    return Failure(text, "start", host=hosts.pop() if len(hosts) == 1 else None)
 
 
 def detail(line: str) -> str:

@@ -32,6 +32,7 @@ from .lines import (
     read_closing_line,
     read_failure,
     read_launch_error,
+    read_reported_cause,
     read_restart_line,
     reports_exit,
 )
@@ -172,6 +173,8 @@ class _Reader:
         # says, and a line to be noted.
         self._closing: tuple[Failure, _Line] | None = None
         self._launch_error: tuple[Failure, _Line] | None = None
+        self._reported: tuple[Failure, _Line] | None = None  # by a rank without launch.py
+        self._has_started = False  # launch.py has started ranks
 
     def read(self, stream: BinaryIO, name: str, number: int) -> None:
         label = _FILE_RANK.search(os.path.basename(name))
@@ -226,16 +229,19 @@ class _Reader:
             key: previous for key, previous in self._findings.items() if key[1] != number
         }
         self._first_exit, self._root_causes, self._first_agent = None, [], ""
-        self._closing = self._launch_error = None
+        self._closing = self._launch_error = self._reported = None
         self._has_failure, self._no_restart = False, ""
 
     def _note_for_people(self, line: _Line) -> None:
         """Note what the kit says to people, in case the line for programs is not in the output."""
         if "ddpkit launch: " in line.text:
-            said = read_closing_line(line.text)
+            said = read_closing_line(line.text, has_started=self._has_started)
+            self._has_started = self._has_started or " ranks on " in line.text
             self._closing = (said, line) if said else None
         elif self._launch_error is None and (said := read_launch_error(line.text)):
             self._launch_error = said, line
+        elif self._reported is None and (said := read_reported_cause(line.text)):
+            self._reported = said, line
 
     def _note(self, line: _Line, failure: Failure | None, file_rank: int | None) -> None:
         """Note what a line shows. failure: what the kit has written or said in it."""
@@ -304,7 +310,7 @@ class _Reader:
             self._first_exit = _Exit(place)
 
     def diagnose(self) -> Diagnosis | None:
-        said = self._closing or self._launch_error
+        said = self._closing or self._launch_error or self._reported
         if said and not self._has_failure:
             self._note(said[1], said[0], None)
         findings = [
