@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from utils.tools.doctor import doctor_cli
 from utils.tools.doctor.check import Check, Finding, Level
 from utils.tools.doctor.checks import equality, installation, limits, placement
 from utils.tools.doctor.report import FindingsOfCheck, Report
-from utils.tools.doctor.run_checks import merge
+from utils.tools.doctor.run_checks import merge, run_check
 
 GIB = 1 << 30
 
@@ -101,11 +102,22 @@ LIMITS = limits.LimitFacts(world_size=8, fabric="", locked_bytes=-1, open_files=
 @pytest.mark.parametrize(("change", "message"), [
     ({}, ""), ({"open_files": 4096, "locked_bytes": 8 << 20, "fabric": ""}, ""),
     ({"fabric": "mlx5_0", "locked_bytes": 64 << 10}, "c may lock 64.0 KiB of memory (ulimit -l), but mlx5_0 needs it"),
+    ({"ignored_signals": ["SIGTERM"]}, "processes on c are started to ignore SIGTERM"),
+    ({"ignored_signals": ["SIGINT"]}, ""),
     ({"shared_bytes": 1 << 20, "shared_free_bytes": 1 << 20}, "/dev/shm of c has 1.0 MiB free of 1.0 MiB")])
 def test_limits(change: dict[str, Any], message: str) -> None:
     check_odd_host(limits.Limits(), LIMITS, change, message)
     found = only(conclude(limits.Limits(), [dataclasses.replace(LIMITS, seconds_left=90.0)]))
     assert found.message.startswith("the job has 90 s left")
+
+
+@pytest.mark.parametrize(("trap", "expected"), [("trap '' TERM;", ["SIGTERM"]), ("", [])])
+def test_signals_that_a_job_script_ignores_are_collected(trap: str, expected: list[str]) -> None:
+    code = ("from unittest.mock import Mock; from utils.tools.doctor.checks.limits import Limits; "
+            "print(Limits().collect(Mock(everyone=[1], me=Mock(rank=1))).ignored_signals)")
+    done = subprocess.run(["/bin/sh", "-c", f'{trap} exec "$@"', "job", sys.executable, "-c", code], cwd=ROOT,
+                          stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == str(expected)
 
 
 # installation ----------------------------------------------------------------------------------------------------
@@ -151,6 +163,31 @@ def test_report_lists_hosts_to_exclude_and_the_most_serious_level() -> None:
     assert "doctor: BAD: 2 ranks on 2 hosts, started by srun (Slurm), 1.0 s" in report.as_text()
     assert report.level is Level.BAD and report.hosts_to_exclude == {"a": "network: slow"}
     assert "BAD network: slow." in report.as_text() and "WARNING limits: few cores." in report.as_text()
+
+
+@pytest.mark.parametrize(("bad", "hosts", "excluded"), [
+    (1, 1, 1), (1, 2, 1), (2, 2, 0), (2, 4, 2), (3, 4, 0), (3, 8, 3)])
+def test_most_hosts_of_a_job_are_not_excluded(bad: int, hosts: int, excluded: int) -> None:
+    names = [f"h{number}" for number in range(hosts)]
+    finding = Finding(Level.BAD, "slow", hosts=tuple(names[:bad]), exclude=True)
+    results = [FindingsOfCheck("storage", [finding])]
+    for report in (Report(places(*names), "slurm", results, 1.0), Report((), "", results, 1.0, hosts)):
+        assert list(report.hosts_to_exclude) == names[:excluded]
+        assert json.loads(report.as_json())["exclude"] == names[:excluded]
+        assert (f"No host is excluded: {bad} are bad, most of the job" in report.as_text()) == (not excluded)
+
+
+@pytest.mark.parametrize(("silent", "exclude", "remedy"), [
+    ({2}, True, "Log in there"), ({1, 2}, False, "Find out what is slow on all hosts")])
+def test_hosts_that_do_not_respond_are_excluded_where_they_are_few(
+        silent: set[int], exclude: bool, remedy: str) -> None:
+    lead = Mock(everyone=places("a", "b", "c"))
+    lead.request = lambda ranks, *_: {rank: {"facts": dataclasses.asdict(LIMITS)} for rank in ranks - silent}
+    lead.has_ended.return_value, lead.responding.return_value = False, set()
+    missing: set[int] = set()
+    found = [one for one in run_check(limits.Limits(), lead, missing).findings if one.level is Level.BAD]
+    assert {(one.exclude, one.ranks) for one in found} == {(exclude, tuple(sorted(silent)))} and missing == silent
+    assert all(remedy in one.remedy and "did not respond" in one.message for one in found)
 
 
 # the command -----------------------------------------------------------------------------------------------------

@@ -79,6 +79,18 @@ def test_lack_of_inodes_is_told_from_a_full_disk(folder: Path, monkeypatch: pyte
     assert found.level is Level.BAD and "No space left on device, because all inodes are in use" in found.message
 
 
+def test_quota_is_told_from_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a project, Lustre and XFS report it as "No space left"."""
+    monkeypatch.setattr(os, "makedirs", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    space = os.statvfs(folder)
+    for blocks, words in ((1 << 24, "blocks are free: a quota of the user, group or project"), (0, "")):
+        changed = [*space[:4], blocks, 10**6, 10**6, 10**6, *space[8:]]
+        monkeypatch.setattr(os, "statvfs", lambda path, changed=changed: os.statvfs_result(changed))
+        found = problems(StorageCheck(), collected([StorageCheck("shared")]))[0]
+        assert "No space left on device" in found.message and (words in found.message)
+        assert ("blocks are free" in found.message) == bool(words) and "lfs quota" in found.remedy
+
+
 # What is concluded ------------------------------------------------------------------------------------------------
 
 def one(purpose: str = "checkpoints", **values: Any) -> Folder:
@@ -99,6 +111,11 @@ FULL, READ_ONLY = {"code": errno.ENOSPC}, {"code": errno.EROFS}
     ([one("working", **READ_ONLY), one("working")], Level.BAD, ("h1",), True),
     ([one(), one(), one(**FULL)], Level.BAD, ("h3",), False),  # the space of a shared file system
     ([one("temporary", file_system="ext4"), one("temporary", file_system="ext4", **FULL)], Level.BAD, ("h2",), True),
+    ([one("temporary", file_system="ext4", **FULL)], Level.BAD, ("h1",), True),  # a job of one host
+    ([one("temporary", file_system="ext4", **READ_ONLY)], Level.BAD, ("h1",), True),
+    ([one("temporary", file_system="ext4", code=errno.EACCES)], Level.BAD, ("h1",), False),
+    ([one("temporary", **FULL)], Level.BAD, ("h1",), False),
+    ([one("temporary", file_system="ext4", **FULL)] * 2, Level.BAD, ("h1", "h2"), False),
     ([one("temporary", code=errno.ENOENT), one("temporary")], Level.WARNING, ("h1",), False),
     ([one(code=errno.EDQUOT)] * 2, Level.BAD, ("h1", "h2"), False),
     ([one(free_bytes=GIB), one(free_bytes=GIB)], Level.WARNING, ("h1", "h2"), False),

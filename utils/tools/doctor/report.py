@@ -29,12 +29,17 @@ class FindingsOfCheck:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a run of `doctor`. launcher: its name, or "" without one."""
+    """The results of a run of `doctor`.
+
+    launcher: its name, or "" without one. job_hosts: the number of hosts, where not all have
+    joined; 0: that of the ranks.
+    """
 
     everyone: Sequence[RankPlace]
     launcher: str
     results: Sequence[FindingsOfCheck]
     seconds: float
+    job_hosts: int = 0
 
     @property
     def level(self) -> Level:
@@ -43,7 +48,21 @@ class Report:
 
     @property
     def hosts_to_exclude(self) -> dict[str, str]:
-        """The hosts that a later job should avoid, each with the first reason."""
+        """The hosts that a later job should avoid, each with the first reason.
+
+        None where most hosts of a job are bad: then these have a cause in common, such as the file
+        system or the environment, and the next job would have no better ones.
+        """
+        return {} if self._most_are_bad else self.bad_hosts
+
+    @property
+    def _most_are_bad(self) -> bool:
+        hosts = self.job_hosts or len({place.node for place in self.everyone})
+        return hosts > 1 and 2 * len(self.bad_hosts) > hosts
+
+    @property
+    def bad_hosts(self) -> dict[str, str]:
+        """The hosts that a check found bad themselves, each with the first reason."""
         reasons: dict[str, str] = {}
         for result in self.results:
             for finding in result.findings:
@@ -69,6 +88,12 @@ class Report:
                 lines.append(f"  Remedy: {finding.remedy}.")
         if self.hosts_to_exclude:
             lines += ["", f"Hosts to exclude: {','.join(self.hosts_to_exclude)}"]
+        elif self._most_are_bad:
+            lines += [
+                "",
+                f"No host is excluded: {len(self.bad_hosts)} are bad, most of the job. Look for a "
+                "cause that they have in common: a file system, the network, the environment.",
+            ]
         return "\n".join(lines)
 
     def as_line(self) -> str:

@@ -159,7 +159,7 @@ def _failed_launch(error: Exception, options: CheckOptions, start: float) -> int
         print(f"doctor: {LABELS[Level.BAD]} {_LAUNCH}: {message}.", file=sys.stderr, flush=True)
         time.sleep(2 * EARLIER_SECONDS)
         return int(Level.BAD)
-    hosts = _absent_hosts(message)
+    hosts, job_hosts = _absent_hosts(message)
     remedy = "Correct what the message names, and run doctor again with the same launcher"
     if hosts:
         message += f". Hosts of the job that this message does not name: {', '.join(hosts)}"
@@ -168,7 +168,8 @@ def _failed_launch(error: Exception, options: CheckOptions, start: float) -> int
             "Exclude it otherwise"
         )
     finding = Finding(Level.BAD, message, remedy, hosts=tuple(hosts), exclude=True)
-    report = Report((), "", [FindingsOfCheck(_LAUNCH, [finding])], time.monotonic() - start)
+    results = [FindingsOfCheck(_LAUNCH, [finding])]
+    report = Report((), "", results, time.monotonic() - start, job_hosts)
     _print(report, options)
     time.sleep(1)  # the other ranks print what they have seen
     return int(Level.BAD)
@@ -182,18 +183,21 @@ def _rank() -> int | None:
         return None
 
 
-def _absent_hosts(message: str) -> list[str]:
-    """Return the hosts of this job where no rank has joined, as far as the message shows it."""
+def _absent_hosts(message: str) -> tuple[list[str], int]:
+    """Return the hosts of this job where no rank has joined, as far as the message shows it.
+
+    The second item is the number of all hosts of the job; 0 where it is unknown.
+    """
     if "did not join" not in message or "..." in message:  # not all of them are named
-        return []
+        return [], 0
     try:
         allocation = current_allocation(query=False)
     except AllocationError:
-        return []
+        return [], 0
     words = set(re.findall(r"[\w.-]+", message)) | {socket.gethostname()}
     known = {word.partition(".")[0] for word in words}
     hosts: Sequence[str] = allocation.hosts if allocation else ()
-    return [host for host in hosts if host.partition(".")[0] not in known]
+    return [host for host in hosts if host.partition(".")[0] not in known], len(set(hosts))
 
 
 # One check ---------------------------------------------------------------------------------------

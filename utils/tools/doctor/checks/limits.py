@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ....job import current_job
 from ..check import Check, Finding, Level, Ranks, Reported
@@ -16,6 +17,7 @@ _FABRICS = ("sys/class/infiniband", "sys/class/cxi", "sys/class/infiniband_verbs
 # Containers of Docker have 64 MiB, which is enough for a training without many workers.
 _SHARED_MEMORY_BYTES = 48 * _MIB
 _SECONDS_LEFT = 180
+_STOPS = (signal.SIGTERM, signal.SIGINT)  # by which schedulers, launchers and people end programs
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class LimitFacts:
     shared_bytes: int | None
     shared_free_bytes: int | None
     seconds_left: float | None
+    ignored_signals: list[str] = field(default_factory=list)  # that a process inherits: "SIGTERM"
 
 
 class Limits(Check[LimitFacts]):
@@ -53,6 +56,7 @@ class Limits(Check[LimitFacts]):
             shared_bytes=shared,
             shared_free_bytes=shared_free,
             seconds_left=_seconds_left() if ranks.me.rank == 0 else None,
+            ignored_signals=_ignored_signals(),
         )
 
     def conclude(self, reported: Sequence[Reported[LimitFacts]]) -> Iterator[Finding]:
@@ -105,6 +109,16 @@ def _soft(kind: int) -> int:
     return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
+def _ignored_signals() -> list[str]:
+    """Return the names of stop signals that this process was started to ignore or to block."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return [
+        number.name
+        for number in _STOPS
+        if signal.getsignal(number) is signal.SIG_IGN or number in blocked
+    ]
+
+
 def _seconds_left() -> float | None:
     job = current_job()
     return job.seconds_left() if job else None
@@ -134,6 +148,15 @@ def _check_host(report: Reported[LimitFacts]) -> Iterator[Finding]:
             f"a process on {host} may open {facts.open_files} files (ulimit -n). Expected at least "
             f"{needed} for {facts.world_size} ranks",
             "Run ulimit -n 65536 in the job script, or ask the centre to raise the hard limit",
+        )
+    if signal.SIGTERM.name in facts.ignored_signals:
+        yield _of_host(
+            report,
+            Level.WARNING,
+            f"processes on {host} are started to ignore SIGTERM. Expected that it ends a program: "
+            "the scheduler sends it before it kills a job",
+            "Remove trap '' TERM from the job script, and nohup or setsid before the command; in a "
+            "subshell, trap - TERM restores it",
         )
     shared, free = facts.shared_bytes, facts.shared_free_bytes
     if shared is not None and free is not None and free < _SHARED_MEMORY_BYTES:

@@ -146,8 +146,8 @@ class _Trial:
             space = os.statvfs(self._path)
             self.found["free_bytes"] = space.f_bavail * space.f_frsize
             self.found["free_files"] = space.f_favail if space.f_files else None
-            if self.found["code"] == errno.ENOSPC and space.f_files and not space.f_favail:
-                self.found["problem"] += ", because all inodes are in use: too many files"
+            if self.found["code"] == errno.ENOSPC:
+                self.found["problem"] += _reason_of_no_space(space)
 
     def look_for_first_host(self) -> None:
         """Look for what the first host has written, where all hosts have to share the folder."""
@@ -190,6 +190,19 @@ class _Trial:
             os.unlink(path)
         self.found["seconds"] = time.perf_counter() - began
         _write(os.path.join(self._own_folder, "mark"), b"")
+
+
+def _reason_of_no_space(space: os.statvfs_result) -> str:
+    """Return why nothing can be written, as far as blocks and inodes show it."""
+    if space.f_files and not space.f_favail:
+        return ", because all inodes are in use: too many files"
+    free = space.f_bavail * space.f_frsize
+    if free > 16 * LARGE_FILE_BYTES:
+        return (
+            f", though {size_of(free)} of its blocks are free: a quota of the user, group or "
+            "project, also of the number of files, or one full disk of several"
+        )
+    return ""
 
 
 def _existing(path: str) -> str:
@@ -299,7 +312,10 @@ def _is_fault_of_host(folder: Folder, hosts: int, able: int) -> bool:
 def _remedy(folder: Folder, others_can: bool) -> str:
     purpose, code = folder["purpose"], folder["code"]
     if code in _FULL:
-        return "Remove files there, or use another folder. See: df -h; df -i; quota -s"
+        return (
+            "Remove files there, or use another folder. See: df -h (blocks); df -i (inodes); "
+            "quota -s; lfs quota -h -u $USER; lfs df -h"
+        )
     if purpose == "temporary":
         return "Create the folder on each host, or unset TMPDIR in the job script"
     if others_can:
