@@ -28,7 +28,7 @@ def found_in(text: str) -> Diagnosis | None:
     ("[rank1]: Traceback (most recent call last):\n[rank1]:     self._semlock = _multiprocessing.SemLock(\n"
      "[rank1]: OSError: [Errno 28] No space left on device\n", ("shared_memory", 1, None, None)),
     ("[rank1]: OSError: [Errno 28] No space left on device: '/dev/shm/psm_7'\n", ("shared_memory", 1, None, None)),
-    ("[rank1]: OSError: [Errno 28] No space left on device: '/work/out'\n", ("disk_full", 1, None, False)),
+    ("[rank1]: OSError: [Errno 28] No space left on device: '/data/out'\n", ("disk_full", 1, None, False)),
     # Files of checkpoints and of caches.
     ("[rank0]: RuntimeError: [enforce fail at inline_container.cc:1] . unexpected pos 64 vs 8\n",
      ("checkpoint_write", 0, None, False)),
@@ -60,6 +60,8 @@ def found_in(text: str) -> Diagnosis | None:
      "interconnect\n", ("interconnect", None, None, None)),
     ("srun: error: Task launch for StepId=9.0 failed on node c17: Job credential expired\n",
      ("step_launch", None, "c17", None)),
+    ("srun: error: Prolog hung on node c3\n", ("step_launch", None, "c3", None)),
+    ("[rank1]: FloatingPointError: Loss is nan, stopping training\n", ("not_finite", 1, None, None)),
     # The network and servers on it.
     ("[rank2]: RuntimeError: Gloo connectFullMesh failed with connect timed out\n", ("gloo_mesh", 2, None, False)),
     ("[rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:9] timed out connecting: SO_ERROR: Connection timed out, "
@@ -114,7 +116,8 @@ def test_crash_or_watchdog_is_not_explained_by_mixed_versions_first() -> None:
     ("2026-10-14 10:22:41,123 gpu-b14 [rank9]: ", 9, "gpu-b14"), ("[2026-10-14 10:22:41] c7: ", None, "c7"),
     ("2026-10-14T10:22:41 c7 9: ", 9, "c7"), ("Oct 14 10:22:41 c7 fit[812]: [rank9]: ", 9, "c7"),
     ("1760430161.52 [rank9]: ", 9, None), ("[ 9] ", 9, None), ("[1,9]<stdout>: ", 9, None), ("Rank 9: ", 9, None),
-    ("rank9 | ", 9, None), ("[rank 9]: ", 9, None), ("[1,mpirank:9,algo-2]<stderr>:", 9, "algo-2"),
+    ("rank9 | ", 9, None), ("gpu-3 [rank9]: ", 9, "gpu-3"), ("(rank 9) ", 9, None),
+    ("[rank 9]: ", 9, None), ("[1,mpirank:9,algo-2]<stderr>:", 9, "algo-2"),
     ("Tue Oct 14 10:22:41 2026[1,9]<stderr>:", 9, None), ("[pod/fit-2/main] ", None, "fit-2"), ("c-7  | ", None, "c-7"),
     ("(Worker pid=71, ip=10.1.2.3) ", None, "10.1.2.3")])
 @pytest.mark.parametrize(("message", "cause"), [

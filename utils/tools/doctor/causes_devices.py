@@ -206,6 +206,7 @@ ROWS = (
            "<urlopen error [Errno", "LocalEntryNotFoundError", "Cannot send a request to a",
            "outgoing traffic has been disabled", "CommError: Network error",
            "Could not fetch URL https://", "fatal: unable to access 'https://",
+           "wandb.errors...CommError", "Run initialization has timed out",
            "Could not resolve host", "Temporary failure in name resolution')",
            "OfflineModeIsEnabled", "ConnectTimeoutError", "couldn't connect to 'https://",
            "trying to load the files from the", "ConnectionError: Couldn't reach",

@@ -97,6 +97,14 @@ ROWS = (
            "index out of bounds", "idx_dim < index_size", "block: [...Assertion `",
            "CUDA error: device-side assert", "Target ...is out of bounds",
            "index out of range in self")),
+    FailureCause("not_finite", None, _CAUSE,
+          "The loss or the gradients became NaN or infinite, and the program stopped.",
+          "The steps before it: loss, gradient norm, learning rate; the batch of that step.",
+          "Lower the learning rate or clip gradients, use bf16, not fp16, and check the data. "
+          "A restart from an older checkpoint helps if the batch was the cause.",
+          ("^FloatingPointError", "Loss is nan, stopping", "loss is nan, stopping",
+           "Minimum loss scale reached", "loss scale already at minimum",
+           "returned nan values in its")),
     FailureCause("program_timeout", None, _CAUSE,
           "A program that the script started took too long, and was given up.",
           "The command in the message, by hand on that host: how long does it take?",
@@ -133,7 +141,7 @@ ROWS = (
            "api_key not configured", "is not a valid model identifier", "Invalid user token",
            "Access to model ...is restricted", "You must be authenticated", "Invalid username or "
            "password", "permission denied to access", "wandb: ERROR ...login", "API key ...invalid",
-           "Repository Not Found for url", "dubious ownership", "could not read Username")),
+           "Repository Not Found for url", "DatasetNotFoundError", "could not read Username")),
     FailureCause("server_error", None, _CAUSE,
           "A server on the internet failed.",
           "Its status page; curl -sI of the address in the message.",

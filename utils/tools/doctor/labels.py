@@ -56,6 +56,8 @@ _LABELS = tuple(
         r"rank (?P<rank>\d+) on (?P<host>\S+) failed: ",
         r"[Rr](?:ank|ANK)[ =_-]?(?P<rank>\d+)(?:/\d+)?(?::| \|) ",
         r"(?P<host>[a-z][\w.-]*\d) +\| ",  # compose
+        r"\([Rr]ank ?(?P<rank>\d+)\):? ",
+        _LABEL_HOST.format(more="") + r" (?=\[[Rr]ank ?\d)",
         r"<[Rr]ank ?(?P<rank>\d+)>:? ?",
         _LABEL_HOST.format(more="") + r" +(?P<task>\d+): ",  # mpiexec -l of PALS
         # pdsh, clush, ssh

@@ -564,13 +564,14 @@ def _lines_of_interest(
     keywords, number = _digitless_keywords(), 0
     dull = set[bytes]()  # lines without a keyword, without what varies
     tracebacks = _OpenTracebacks()
+    are_open, note_last = tracebacks.lines_left, last_lines.append  # attributes cost time per line
     for lines in stream:
         for line in lines.rstrip(b"\r\n").split(b"\r"):  # progress bars
             number += 1
-            last_lines.append((number, line))
+            note_last((number, line))
             shape = line.translate(None, _VARYING)
             has_keyword = shape not in dull and any(keyword in line for keyword in keywords)
-            if has_keyword or number == 1 or tracebacks.are_open:
+            if has_keyword or are_open or number == 1:
                 text = line[:_LONGEST_LINE].decode(errors="replace")
                 is_exception = tracebacks.ends_one(text)
                 if has_keyword or number == 1 or is_exception:
@@ -584,28 +585,24 @@ class _OpenTracebacks:
     """The tracebacks whose last line, the exception, has not come yet, by the labels of lines."""
 
     def __init__(self) -> None:
-        self._lines_left: dict[str, int] = {}
-
-    @property
-    def are_open(self) -> bool:
-        return bool(self._lines_left)
+        self.lines_left: dict[str, int] = {}  # by label, until a traceback is given up
 
     def ends_one(self, text: str) -> bool:
         """Note a line; return whether it is the exception at the end of a traceback."""
         message = split_labels(text).message
         label = text[: len(text) - len(message)]
         if message.startswith(_TRACEBACK):
-            self._lines_left[label] = _LONGEST_TRACEBACK
+            self.lines_left[label] = _LONGEST_TRACEBACK
             return False
-        for other in [*self._lines_left]:
-            self._lines_left[other] -= 1
-            if not self._lines_left[other]:
-                del self._lines_left[other]
-        if label not in self._lines_left or not message or message[0].isspace():
+        for other in [*self.lines_left]:
+            self.lines_left[other] -= 1
+            if not self.lines_left[other]:
+                del self.lines_left[other]
+        if label not in self.lines_left or not message or message[0].isspace():
             return False
         if not endings.is_exception(message, in_traceback=True):
             return False
-        del self._lines_left[label]
+        del self.lines_left[label]
         return True
 
 
