@@ -50,7 +50,8 @@ ProctrackType=proctrack/linuxproc
 JobCompType=jobcomp/filetxt
 JobCompLoc={folder}/log/jobs.txt
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=1000
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,bf_resolution=1
 SlurmdParameters=config_overrides
@@ -90,7 +91,7 @@ class SlurmCluster(Hosts):
     topology: the lines of topology.conf.
     """
 
-    def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 15, slurmd_timeout: int = 30,
+    def __init__(self, nodes: int = 4, *, names: str = "right", kill_wait: int = 15, slurmd_timeout: int = 300,
                  subnet: str = "10.79.2", topology: str = "") -> None:
         self.programs = search_path(CLEAN_ENV["PATH"])
         super().__init__(nodes, prefix="node", subnet=subnet, names=names)

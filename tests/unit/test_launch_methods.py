@@ -38,7 +38,7 @@ def recorded(name: str, **options: object) -> Callable[[], Plan]:
     (slurm({"SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "3"}, cores=(8, 8)), "--cpus-per-task=3 "),
     # A batch script and an interactive step of Slurm 26.05
     (slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "-5"}, cores=(8, 8)), "--cpu-bind=none --cpus-per-task=4 " + END),
-    (slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "-6"}, cores=(8, 8)), "--overlap --cpus-per-task=4 " + END),
+    (slurm({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "-6"}, cores=(8, 8)), "--overlap --mem=0 --cpus-per-task=4 " + END),
     # Without --nodes, which is refused together with a list of hosts since Slurm 23.11.
     (slurm(ranks=(1, 1), gpus=(2, 1)), "=none --ntasks=3 --nodelist=@hosts@ --distribution=arbitrary --gpus=3 " + END),
     # Requests of the job for its own tasks do not apply to other tasks.
@@ -90,6 +90,11 @@ def test_command_line(plan: Callable[[], Plan], expected: str) -> None:
     (slurm({"SLURM_STEP_ID": "0", "SLURM_EXPORT_ENV": "NONE"}, mpiexec=MPICH),
      {"SLURM_OVERLAP": "1", "SLURM_CPU_BIND": "none", "SLURM_EXPORT_ENV": "ALL"}, "SLURM_STEP_ID"),
     (slurm({"SLURM_STEP_ID": "-5"}, mpiexec=MPICH), {}, "SLURM_(OVERLAP|CPU_BIND|STEP_ID)"),
+    # Slurm may keep the step of a start before, which holds the memory of the job.
+    (slurm({"SLURM_MEM_PER_CPU": "4000"}, restarted=True), {}, "SLURM_MEM_PER_.*"),
+    (slurm({"SLURM_MEM_PER_CPU": "4000"}), {"SLURM_MEM_PER_CPU": "4000"}, ""),
+    (slurm({"SLURM_MEM_PER_GPU": "4000"}, mpiexec=MPICH, restarted=True),
+     {"SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}, "SLURM_MEM_PER_(GPU|CPU)"),
     # The srun of an Open MPI beside another Slurm is found last.
     (slurm(mpiexec=OPENMPI4._replace(path="/usr/bin/mpiexec", other_srun=True)), {"PATH": "/bin:/usr/bin"}, ""),
     (pbs(mpiexec=PALS), {"WORLD_SIZE": "4"}, ""), (pbs(mpiexec=PALS, torchrun=True), {}, "WORLD_SIZE")])
@@ -169,6 +174,49 @@ def test_first_task_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
         errors = LauncherErrors(pipe)
         errors.drain()
     assert errors.first == TaskFailure(139, "node2", "2-3") and capfd.readouterr().err == text
+
+
+# What the launchers print of ranks 0 and 1, where rank 1 on n2 fails.
+PRRTE = """--------------------------------------------------------------------------
+prterun noticed that process rank 1 with PID 6013 on node n2 exited on
+signal 9 (Killed).
+--------------------------------------------------------------------------
+"""
+PRRTE_LONG_NAME = PRRTE.replace("n2 exited on\nsignal", "n2.cluster.example\nexited on signal")
+PRRTE_STATUS = """--------------------------------------------------------------------------
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-n1-6506@1,1]
+   Exit code:    3
+--------------------------------------------------------------------------
+"""
+ORTE = "mpiexec noticed that process rank 1 with PID 0 on node n2 exited on signal 11 (Segmentation fault).\n"
+ORTE_STATUS = PRRTE_STATUS.replace("prterun-n1-6506@1", "[28950,1]").replace("   Process", "  Process")
+PRRTE_DAEMON = """PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-n1-6506@0,0] on node n1
+  Remote daemon: [prterun-n1-6506@0,1] on node n2
+
+This is usually due to either a failure of the TCP network connection to the node, or possibly an internal failure
+"""
+
+
+@pytest.mark.parametrize(("text", "failed", "lost"), [
+    (PRRTE, {1: (137, "n2")}, []), (PRRTE_LONG_NAME, {1: (137, "n2.cluster.example")}, []),
+    (PRRTE_STATUS, {1: (3, "")}, []), (ORTE, {1: (139, "n2")}, []), (ORTE_STATUS, {1: (3, "")}, []),
+    ("n2: rank 1 died from signal 15\n", {1: (143, "n2")}, []), (PRRTE_DAEMON, {}, ["n2"]),
+    ("rank 1 died from signal 9\nthe loss on node n2 exited on signal 9\n", {}, [])],
+    ids=["PRRTE", "PRRTE, a long name", "PRRTE, status", "ORTE", "ORTE, status", "PALS", "PRRTE, daemon", "others"])
+def test_what_an_mpiexec_prints_of_its_ranks(text: str, failed: dict[int, tuple[int, str]], lost: list[str],
+                                             capfd: pytest.CaptureFixture[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, text.encode())
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        errors = LauncherErrors(pipe)
+        errors.drain()
+    assert (errors.failed, errors.daemons_lost) == (failed, lost) and capfd.readouterr().err == text
 
 
 def test_srun_passes_a_request_to_end_on_with_scancel(commands: Commands) -> None:

@@ -198,13 +198,17 @@ def _lost(evidence: Evidence) -> Outcome | None:
             f"{evidence.own_host}, where ddpkit launch runs, has failed"
         )
         return Outcome(status, "network", text, host=evidence.own_host or None)
-    if reported is not None and reported.host and _is_in(reported.host, names) and before:
+    is_of_host = reported is not None and _is_in(reported.host or "", names)
+    by_ranks = is_of_host and before  # they know more about it
+    if reported is not None and by_ranks:
         text = reported.text.rstrip(".")
     elif len(names) > 1:
         text += f". The same on {', '.join(names[1:])}"
-    rank = reported.rank if reported and reported.host and _is_in(reported.host, names) else None
+    rank = reported.rank if reported is not None and is_of_host else None
     lost = tuple(names) if evidence.lost else ()
-    return Outcome(status, "lost", text, rank, names[0], tuple(names), True, lost)
+    return Outcome(
+        status, "lost", text, rank, names[0], tuple(names), True, lost, by_launch=not by_ranks
+    )
 
 
 def _is_explained(evidence: Evidence, loss: Loss) -> bool:

@@ -14,7 +14,7 @@ from ....host.masks import MASKS
 from .. import remote_shell
 from ..child_processes import Processes
 from ..launch_plan import HOST_FILE, REMOTE_SHELL, Plan, PlanError, Request, index_of
-from .srun import NativeMethod, daemon_variables
+from .srun import MEMORY_REQUESTS, NativeMethod, daemon_variables
 
 # Valid on one host only: an mpiexec must not carry these to others.
 _HOST_VARIABLES = {
@@ -64,7 +64,11 @@ class MpiexecMethod(NativeMethod):
         """Prepare the environment for the srun by which this mpiexec starts its daemons."""
         self.in_slurm = True
         environ = self.step_environment(request, environ, keep_task_requests=False)
-        return environ | daemon_variables(request.environ, self.gpus_of_daemons(request))
+        gpus, restarted = self.gpus_of_daemons(request), request.options.restarted
+        found = daemon_variables(request.environ, gpus, restarted=restarted)
+        if "SLURM_MEM_PER_NODE" in found:
+            environ = {name: environ[name] for name in environ if name not in MEMORY_REQUESTS}
+        return environ | found
 
     def configure_in_pbs(self, request: Request) -> None:
         self.remote_shell = request.host_info.programs.find("pbs_tmrsh") or ""

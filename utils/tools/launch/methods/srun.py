@@ -48,6 +48,10 @@ GPU_REQUESTS = (
 )
 
 
+# A step beside another one of its job requests no memory of its own: the other holds all of it.
+MEMORY_REQUESTS = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_GPU")
+
+
 class NativeMethod(Method):
     """One command, srun or an mpiexec, starts the ranks or one agent on each host."""
 
@@ -104,6 +108,7 @@ class Srun(NativeMethod):
         self._as_requested = False  # the job requested these same tasks, in any order
         self._inside_step = False  # a step of this job surrounds us and holds its resources
         self._partial = False  # other hosts of the job are left out
+        self._overlaps = False  # another step of this job holds its cores, GPUs and memory
 
     @property
     def keeps_job_layout(self) -> bool:
@@ -114,6 +119,8 @@ class Srun(NativeMethod):
         options = request.options
         self._partial = request.hosts.partial
         self._inside_step = in_step(request.environ)
+        # Slurm keeps the step before until a lost host has responded.
+        self._overlaps = self._inside_step or options.restarted
         self._as_requested = (
             request.hosts.ranks == request.allocation.ranks_per_host
             and options.ntasks is None
@@ -125,6 +132,8 @@ class Srun(NativeMethod):
 
         binding = environ.get("SLURM_CPU_BIND")  # of the user, unless an outer step has left it
         environ = self.step_environment(request, environ, keep_task_requests=self._as_requested)
+        if self._overlaps:
+            environ = {name: environ[name] for name in environ if name not in MEMORY_REQUESTS}
         if binding and not self._inside_step and not options.torchrun:
             environ["SLURM_CPU_BIND"] = binding
         if not self._as_requested:
@@ -154,10 +163,8 @@ class Srun(NativeMethod):
 
         if not self._as_requested:
             yield from self._task_options(plan, overcommit)
-        if self._inside_step or plan.options.restarted:
-            # The surrounding step holds the cores and GPUs that we want, or the one before, which
-            # Slurm keeps until a lost host has responded.
-            yield "--overlap"
+        if self._overlaps:
+            yield from ("--overlap", "--mem=0")
 
         # Without --cpus-per-task the step would have one core for each rank.
         requested = plan.environ.get("SLURM_CPUS_PER_TASK", "") if self._as_requested else ""
@@ -225,16 +232,19 @@ def _shares(cores: Sequence[int | None], processes: Sequence[int]) -> list[int |
     return [None if total is None else total // count for total, count in pairs]
 
 
-def daemon_variables(environ: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
+def daemon_variables(
+    environ: Mapping[str, str], gpus: Sequence[int], *, restarted: bool = False
+) -> dict[str, str]:
     """Return the variables for the srun by which an mpiexec starts a daemon on each host.
 
     environ: of ddpkit launch. gpus: to request on each host, because the step gets none otherwise.
+    restarted: whether Slurm may still keep the step of a start before.
     """
     found = {}
     if environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
         found["SLURM_EXPORT_ENV"] = "ALL"
-    if in_step(environ):  # the surrounding step holds the cores and GPUs
-        found |= {"SLURM_OVERLAP": "1", "SLURM_CPU_BIND": "none"}
+    if in_step(environ) or restarted:  # the other step holds the cores, GPUs and memory
+        found |= {"SLURM_OVERLAP": "1", "SLURM_CPU_BIND": "none", "SLURM_MEM_PER_NODE": "0"}
     if any(gpus):
         if len(set(gpus)) == 1:
             found["SLURM_GPUS_PER_NODE"] = str(gpus[0])
