@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -49,13 +49,8 @@ class FileEntry(TypedDict):
     checksums: str  # of the header, then of each block of the data: 8 hexadecimal digits each
 
 
-class Manifest(TypedDict):
-    """The content of manifest.json, which also has a checksum of itself.
-
-    The slices of all tensors that are sharded alike are listed once, in one layout: with 1,024
-    ranks and thousands of tensors, the manifest is still read in milliseconds. Where a tensor is
-    within a file is in the header of that file.
-    """
+class _WrittenManifest(TypedDict):
+    """The fields of every manifest, before it is written and after it is read."""
 
     format: int
     step: int
@@ -65,7 +60,17 @@ class Manifest(TypedDict):
     whole: dict[str, int]  # the rank whose file holds a tensor; other tensors are in every file
     sharded: dict[str, int]  # the number of a sharded tensor's layout
     layouts: list[list[tuple[int, Sequence[int], Sequence[int]]]]  # rank, offsets, sizes
-    crc32: NotRequired[str]  # of the text that was read
+
+
+class Manifest(_WrittenManifest, total=False):
+    """The content of manifest.json, which also has a checksum of itself.
+
+    The slices of all tensors that are sharded alike are listed once, in one layout: with 1,024
+    ranks and thousands of tensors, the manifest is still read in milliseconds. Where a tensor is
+    within a file is in the header of that file.
+    """
+
+    crc32: str  # of the text that was read
 
 
 @dataclass(frozen=True)
