@@ -168,6 +168,22 @@ def one_finds_damage(dist: Distributed, checkpoints: Checkpointer) -> None:
     assert gather(logged("rank-00001.safetensors has"))[0] == 1
 
 
+def one_reads_wrong_bits(dist: Distributed, checkpoints: Checkpointer) -> None:
+    """Rank 0 reads the same file: the checkpoint is intact, and stays."""
+    preadv = os.preadv
+
+    def wrong(file: int, views: list[memoryview], position: int) -> int:
+        count = preadv(file, views, position)
+        views[0][0] ^= 1
+        return count
+
+    os.preadv = wrong if dist.rank == 1 else preadv
+    error, = set(gather(error_of(checkpoints.load_latest, state_of(dist.rank))))
+    os.preadv = preadv
+    assert "rank 1 on" in error and "finds rank-00000.safetensors damaged, and rank 0 on" in error
+    assert sorted(os.listdir(checkpoints.folder)) == [".lock", "step-000000001", "step-000000002"]
+
+
 def one_disk_is_full(dist: Distributed, checkpoints: Checkpointer) -> None:
     def write(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -290,7 +306,7 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
 # The folder of a run, whose name is that of a form for models; the steps that are saved first; the scenarios.
 RUNS = [*((form, [6], [each_rank_gets_back_what_differs, rank_1_writes_what_ddp_keeps_equal]) for form in FORMS),
         ("large", [], [only_what_is_needed_is_read]),
-        ("faults", [1, 2], [one_finds_damage, one_disk_is_full, rank_0_has_no_memory, states_differ,
+        ("faults", [1, 2], [one_reads_wrong_bits, one_finds_damage, one_disk_is_full, rank_0_has_no_memory, states_differ,
                             one_has_what_cannot_be_saved, made_too_early, folders_differ,
                             folder_is_not_shared, one_is_slow, one_dies])]
 EARLY: list[Checkpointer] = []

@@ -7,23 +7,30 @@ import json
 import os
 import random
 import shutil
+import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from tests.cluster.hosts import killed_at_end
 from tests.unit.checkpoint_states import ChangedDisk
 from tests.unit.programs import ROOT
-from utils.checkpoint import Checkpointer, CheckpointError, disk, list_steps, lock
+from utils.checkpoint import Checkpointer, CheckpointError, disk, list_steps, load_part, lock
 from utils.checkpoint.checksums import checksum, memory
-from utils.checkpoint.format import FORMAT, MANIFEST, rank_file_name, render_manifest
+from utils.checkpoint.folder import ReadFolder
+from utils.checkpoint.format import FORMAT, MANIFEST, Damaged, rank_file_name, render_manifest
+from utils.checkpoint.load import load_newest
+from utils.coordination import StoreCommunicator
 
 FILE = rank_file_name(0)
 
@@ -103,7 +110,45 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_is_loaded(
     assert load(tmp_path) == 2
     for step in tmp_path.glob("step-*"):
         damage(step / name, rng)
-    assert load(tmp_path) == 0, "all are damaged"
+    for _ in range(2):  # also where they were found damaged before: the training must not start at step 0
+        with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged \(step-000000001\S*, step-0"):
+            load(tmp_path)
+        with pytest.raises(CheckpointError, match="Copy one from a backup"):
+            load_part(tmp_path, {"weights": torch.zeros(300)})
+    assert not [*tmp_path.glob("step-00000000?")] and list_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("hosts, finds_damage, reader, suspect", [
+    ("aabb", {1}, "rank 2 on b finds", "rank 1 on a"), ("aabb", {1, 2}, "rank 3 on b finds", "rank 1 on a"),
+    ("aaaa", {0}, "rank 1 on a finds", "rank 0 on a"), ("aaaa", {3}, "rank 0 on a finds", "rank 3 on a"),
+    ("ab", {0, 1}, "rank 1 on b finds", "rank 0 on a"), ("a", {0}, "a second time, it finds", "rank 0 on a")])
+@pytest.mark.parametrize("name", [FILE, MANIFEST])
+def test_a_rank_that_reads_wrong_bits_is_the_suspect(
+        name: str, hosts: str, finds_damage: set[int], reader: str, suspect: str, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank, on another host where there is one, reads the file before a checkpoint is renamed."""
+    save(tmp_path, 1, 2)
+    store = HashStore()
+
+    def load_on(rank: int) -> str:
+        threading.current_thread().name = hosts[rank]
+
+        def load_from(path: Path, manifest: Any) -> str:
+            if rank in finds_damage:
+                raise Damaged(name, "wrong bits")
+            return path.name
+
+        ranks = StoreCommunicator("x", rank, len(hosts), store, timeout_seconds=20)
+        folder = ReadFolder(tmp_path, ranks.name)
+        with pytest.raises(CheckpointError) as error:
+            load_newest("load", ranks, folder, load_from, None)
+        return str(error.value)
+
+    monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        error, = set(pool.map(load_on, range(len(hosts))))
+    assert f"step-000000002: {suspect} finds {name} damaged, and {reader} it intact" in error
+    assert f"Suspect {suspect[-1]}" in error and list_steps(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize("changes, words", [

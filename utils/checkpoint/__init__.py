@@ -16,7 +16,8 @@ What Checkpointer.save() does, and what it writes, in this order:
 7. Rank 0 deletes old checkpoints: it renames each to .deleting-.../ first (folder.py: delete_old).
 
 A load (load.py, restore.py) checks the manifest and all checksums before it changes the state, and
-renames a damaged checkpoint to step-000001200.damaged/. format.py defines manifest and header.
+renames a checkpoint that two ranks find damaged to step-000001200.damaged/. format.py defines
+manifest and header.
 """
 
 from __future__ import annotations

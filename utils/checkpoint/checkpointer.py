@@ -401,11 +401,16 @@ class Checkpointer:
     # --- loading
 
     def load_latest(self, state: Any) -> Restored | None:
-        """Restore the newest intact checkpoint in place, the same on all ranks; None if none.
+        """Restore the newest intact checkpoint in place; return None if there never was one.
+
+        All ranks restore the same one.
 
         What does not match is refused before anything is changed. A damaged checkpoint is named
         with the reason, quarantined under a name with .damaged, and the one before is loaded. All
-        ranks do so when one of them finds damage. Every rank needs memory for the whole checkpoint.
+        ranks do so when one of them finds damage, and another one, on another host if there is
+        one, reads the same. If that one finds the file intact, nothing is renamed, and the error
+        names the host to suspect. If all checkpoints are damaged, that is an error, too, until they
+        are moved away. Every rank needs memory for the whole checkpoint.
 
         Random number generators are set as they were at save(). With another number of ranks,
         the generators stay as they are, and PerRank parts are refused. Iterating

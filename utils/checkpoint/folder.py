@@ -18,11 +18,19 @@ from ..host.cores import name_ranks
 from ..log import get_logger
 from . import disk, lock
 from .format import MANIFEST, Damaged, Manifest, Unreadable, render_manifest
-from .storage import checkpoint_names, name_after, newest_by_step, read_manifest, step_of
+from .storage import (
+    QUARANTINED,
+    checkpoint_names,
+    name_after,
+    newest_by_step,
+    quarantined_names,
+    read_manifest,
+    step_of,
+)
 
 _log = get_logger(__name__)
 _SHOWN_FOLDERS = 4  # in a message
-_SAVING, _DELETING, _QUARANTINED = ".saving-", ".deleting-", ".damaged"
+_SAVING, _DELETING = ".saving-", ".deleting-"
 
 _open_folders: set[Path] = set()  # temporary folders that this process writes into
 
@@ -95,6 +103,12 @@ class ReadFolder:
         """Return a message: what failed, where, and why."""
         return f"{what} in {self.path} on {self.owner}: {disk.explain(error)}"
 
+    def list_quarantined(self) -> list[str]:
+        """Return the names of the checkpoints that were found damaged. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            return quarantined_names(self.path)
+        return []
+
     def list(self) -> list[str]:
         """Return the names of the checkpoints, oldest first. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
@@ -103,7 +117,7 @@ class ReadFolder:
 
     def set_aside(self, name: str, reason: str) -> None:
         """Note that a checkpoint is damaged."""
-        _log.warning("damaged checkpoint %s; the one before is loaded", reason)
+        _log.warning("damaged checkpoint %s", reason)
 
 
 class CheckpointFolder(ReadFolder):
@@ -219,17 +233,17 @@ class CheckpointFolder(ReadFolder):
 
     def set_aside(self, name: str, reason: str) -> None:
         """Rename a damaged checkpoint so that it is not read again, and log it."""
-        target, count = self.path / f"{name}{_QUARANTINED}", 1
+        target, count = self.path / f"{name}{QUARANTINED}", 1
         while os.path.lexists(target):
             count += 1
-            target = self.path / f"{name}{_QUARANTINED}-{count}"
+            target = self.path / f"{name}{QUARANTINED}-{count}"
         try:
             disk.system.rename(self.path / name, target)
             disk.sync_folder(self.path)
             what = f"It is quarantined as {target.name}"
         except OSError as error:
             what = f"It could not be renamed: {error.strerror}"
-        _log.warning("damaged checkpoint %s. %s; the one before is loaded", reason, what)
+        _log.warning("damaged checkpoint %s. %s", reason, what)
 
     # --- one job at a time
 

@@ -33,7 +33,14 @@ SAFETENSORS_TYPES = {
 
 
 class Damaged(Exception):
-    """Files differ from what was written. The message names file, field and reason."""
+    """A file differs from what was written.
+
+    file: its name. The message names it, too, with the reason.
+    """
+
+    def __init__(self, file: str, message: str) -> None:
+        super().__init__(message)
+        self.file = file
 
 
 class Unreadable(Exception):
@@ -135,7 +142,7 @@ def parse_manifest(raw: bytes) -> Manifest:
     text, end = raw[len(_BEFORE) : -_BYTES_AFTER], raw[-_BYTES_AFTER:]
     crc32 = f"{zlib.crc32(text):08x}"
     if not raw.startswith(_BEFORE) or end != b', "crc32": "%s"}\n' % crc32.encode():
-        raise Damaged(f"{MANIFEST}: its text does not match its checksum")
+        raise Damaged(MANIFEST, f"{MANIFEST}: its text does not match its checksum")
     manifest: Manifest = json.loads(text)
     manifest["crc32"] = crc32
     number = manifest["format"]

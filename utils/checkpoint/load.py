@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from .entries import StateError
 from .folder import CheckpointFolder, ReadFolder
 from .format import Damaged, Manifest, Unreadable
 from .lock import FolderInUse
+from .rank_file import check_file
 from .rng import restore_random_states
 from .storage import read_manifest, show_steps, step_of
 
@@ -25,19 +27,39 @@ ATTEMPTS, PAUSE_SECONDS = 20, 0.1  # a training may delete a checkpoint while an
 _log = get_logger(__name__)
 _Loaded = TypeVar("_Loaded")
 _SHOWN_CHANGES = 8
-_PRECEDENCE = ("gone", "error", "damaged")
+_SHOWN_CHECKPOINTS = 4
+_Status = Literal["gone", "error", "damaged", "intact"]
+_PRECEDENCE: tuple[_Status, ...] = ("gone", "error", "damaged")
 
 
 class _Listing(TypedDict):
     names: list[str]  # of the checkpoints, oldest first
+    quarantined: list[str]  # names of those that were damaged, where there are no others
     error: str
 
 
 class _Report(TypedDict):
     """What a rank found in a checkpoint; the first one in the order of _PRECEDENCE decides."""
 
-    status: Literal["gone", "error", "damaged", "intact"]
+    status: _Status
     detail: str  # the reason, or the checksum of the manifest
+    file: str  # name of the damaged file
+    host: str
+
+
+class _SecondReading(TypedDict):
+    """A damaged file, and the rank that reads it again, before it counts as damaged for all."""
+
+    file: str
+    first: int  # the rank that found the damage
+    second: int
+    report: _Report  # of the first
+
+
+class _Decision(TypedDict):
+    status: _Status
+    detail: str
+    readings: list[_SecondReading]
 
 
 def load_newest(
@@ -49,7 +71,7 @@ def load_newest(
 ) -> _Loaded | None:
     """Return what load_from() returns for the newest checkpoint that is intact on all ranks.
 
-    None if there is none. A damaged checkpoint is set aside.
+    None if there never was one. A checkpoint that a second rank finds damaged, too, is set aside.
 
     step: load the checkpoint of this step, and no other.
     Raises CheckpointError, and CoordinationError if the ranks cannot agree.
@@ -66,6 +88,10 @@ def load_newest(
             decision = ranks.decide(
                 f"{attempt_topic} {number}", report, lambda reports: _decide(reports, folder)
             )
+            if decision["status"] == "damaged":
+                decision = _read_again(
+                    f"{attempt_topic} {number} again", ranks, decision, name, folder
+                )
             if decision["status"] == "intact":
                 return loaded
             if decision["status"] == "gone":  # another process deletes old checkpoints
@@ -76,6 +102,8 @@ def load_newest(
             if ranks.rank == 0:
                 folder.set_aside(name, decision["detail"])
         else:
+            if damaged := listing["names"] or listing["quarantined"]:
+                raise CheckpointError(_all_damaged(folder.path, damaged))
             return None
     return None
 
@@ -128,18 +156,20 @@ def _list(folder: ReadFolder, step: int | None) -> _Listing:
     """List the checkpoints on rank 0."""
     try:
         names = folder.list()
+        quarantined = [] if names else folder.list_quarantined()
     except FolderInUse as error:
-        return {"names": [], "error": str(error)}
+        return {"names": [], "quarantined": [], "error": str(error)}
     except OSError as error:
-        return {"names": [], "error": folder.explain("cannot look for checkpoints", error)}
+        problem = folder.explain("cannot look for checkpoints", error)
+        return {"names": [], "quarantined": [], "error": problem}
     if step is None:
-        return {"names": names, "error": ""}
+        return {"names": names, "quarantined": quarantined, "error": ""}
     chosen = [name for name in names if step_of(name) == step]
     message = (
         f"there is no checkpoint of step {step} in {folder.path}; expected one of: "
         f"{show_steps(names)}. Choose one of these"
     )
-    return {"names": chosen[-1:], "error": "" if chosen else message}
+    return {"names": chosen[-1:], "quarantined": [], "error": "" if chosen else message}
 
 
 def _load(
@@ -156,28 +186,136 @@ def _load(
     try:
         manifest = read_manifest(path)
         loaded = load_from(path, manifest)
-        return {"status": "intact", "detail": manifest["crc32"]}, loaded
     except Exception as error:  # the other ranks need to know
-        if not is_last and not os.path.lexists(path):
-            return {"status": "gone", "detail": ""}, None
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError):
-            reason = f"{error.strerror}. Make it readable, or move it away"
-        elif isinstance(error, Damaged | Unreadable | StateError | CheckpointError):
-            reason = str(error)
-        status: Literal["damaged", "error"] = "damaged" if isinstance(error, Damaged) else "error"
-        return {"status": status, "detail": f"{path} on {folder.owner}: {reason}"}, None
+        return _report_of(error, path, folder, is_last), None
+    return _Report(status="intact", detail=manifest["crc32"], file="", host=_host()), loaded
 
 
-def _decide(reports: Sequence[_Report], folder: ReadFolder) -> _Report:
+def _report_of(error: Exception, path: Path, folder: ReadFolder, is_last: bool) -> _Report:
+    if not is_last and not os.path.lexists(path):
+        return {"status": "gone", "detail": "", "file": "", "host": _host()}
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        reason = f"{error.strerror}. Make it readable, or move it away"
+    elif isinstance(error, Damaged | Unreadable | StateError | CheckpointError):
+        reason = str(error)
+    return {
+        "status": "damaged" if isinstance(error, Damaged) else "error",
+        "detail": f"{path} on {folder.owner}: {reason}",
+        "file": error.file if isinstance(error, Damaged) else "",
+        "host": _host(),
+    }
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _decide(reports: Sequence[_Report], folder: ReadFolder) -> _Decision:
     for status in _PRECEDENCE:
         for report in reports:
             if report["status"] == status:
-                return report
-    if any(report != reports[0] for report in reports):
+                readings = _second_readings(reports) if status == "damaged" else []
+                return {
+                    "status": report["status"],
+                    "detail": report["detail"],
+                    "readings": readings,
+                }
+    if any(report["detail"] != reports[0]["detail"] for report in reports):
         error = (
             f"from {folder.path}: the ranks do not see the same checkpoint. Choose a folder on a "
             "file system that all hosts share"
         )
-        return {"status": "error", "detail": error}
-    return reports[0]
+        return {"status": "error", "detail": error, "readings": []}
+    return {"status": "intact", "detail": reports[0]["detail"], "readings": []}
+
+
+# --- a second rank reads what looks damaged
+
+
+def _second_readings(reports: Sequence[_Report]) -> list[_SecondReading]:
+    """Choose for each damaged file a rank to read it: on another host, or another rank, or rank 0.
+
+    Ranks that have found no damage themselves come first.
+    """
+    first: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        if report["status"] == "damaged":
+            first.setdefault(report["file"], rank)
+    readings: list[_SecondReading] = []
+    for file, reader in first.items():
+        ranks = sorted(
+            range(len(reports)),
+            key=lambda rank: (
+                reports[rank]["host"] == reports[reader]["host"],
+                rank == reader,
+                reports[rank]["status"] == "damaged",
+                rank,
+            ),
+        )
+        readings.append(
+            {"file": file, "first": reader, "second": ranks[0], "report": reports[reader]}
+        )
+    return readings
+
+
+def _read_again(
+    topic: str, ranks: StoreCommunicator, decision: _Decision, name: str, folder: ReadFolder
+) -> _Decision:
+    """Return whether a checkpoint is damaged, or the rank that has read it is at fault."""
+    path, reports = folder.path / name, list[_Report]()
+    for reading in decision["readings"]:
+        if reading["second"] == ranks.rank:
+            reports.append(_read_file(path, reading["file"], folder))
+
+    def conclude(reports_by_rank: Sequence[list[_Report]]) -> _Decision:
+        of_rank = [iter(reports) for reports in reports_by_rank]
+        second = [next(of_rank[reading["second"]]) for reading in decision["readings"]]
+        for status in _PRECEDENCE[::-1]:  # damage that was found twice decides
+            for reading, report in zip(decision["readings"], second, strict=True):
+                if report["status"] == status:
+                    detail = (
+                        reading["report"]["detail"] if status == "damaged" else report["detail"]
+                    )
+                    return {"status": report["status"], "detail": detail, "readings": []}
+        problems = [
+            _suspect(path, reading, report)
+            for reading, report in zip(decision["readings"], second, strict=True)
+        ]
+        return {"status": "error", "detail": "; ".join(problems), "readings": []}
+
+    return ranks.decide(topic, reports, conclude)
+
+
+def _read_file(path: Path, name: str, folder: ReadFolder) -> _Report:
+    """Read a whole file, and report what was found."""
+    try:
+        manifest = read_manifest(path)
+        for entry in manifest["files"]:
+            if entry["name"] == name:
+                check_file(path, entry)
+    except Exception as error:  # the other ranks need to know
+        return _report_of(error, path, folder, is_last=False)
+    return {"status": "intact", "detail": manifest["crc32"], "file": name, "host": _host()}
+
+
+def _suspect(path: Path, reading: _SecondReading, report: _Report) -> str:
+    host = reading["report"]["host"]
+    reader = f"rank {reading['second']} on {report['host']} finds it intact"
+    if reading["second"] == reading["first"]:
+        reader = "a second time, it finds it intact"
+    return (
+        f"{path}: rank {reading['first']} on {host} finds {reading['file']} damaged, and {reader}; "
+        f"expected the same bytes. Suspect {host}: its memory, or its client of the file system. "
+        f"Start again without {host}, and test it. Nothing was renamed"
+    )
+
+
+def _all_damaged(folder: Path, names: Sequence[str]) -> str:
+    shown = ", ".join(names[-_SHOWN_CHECKPOINTS:])
+    more = ", and older ones" if len(names) > _SHOWN_CHECKPOINTS else ""
+    return (
+        f"all checkpoints in {folder} are damaged ({shown}{more}); expected an intact one. "
+        "Copy one from a backup into the folder. To start from the beginning, move the damaged "
+        "ones away, or choose another folder"
+    )

@@ -112,6 +112,18 @@ def read_tensors(folder: Path, entry: FileEntry) -> dict[str, Tensor]:
     return tensors
 
 
+def check_file(folder: Path, entry: FileEntry) -> None:
+    """Read a whole file, a block at a time. Raises Damaged, Unreadable or OSError."""
+    read_header(folder, entry)
+    data_bytes = entry["size"] - entry["header_size"]
+    block = memoryview(bytearray(min(BLOCK_BYTES, data_bytes)))
+    with _opened(folder, entry) as file:
+        for number, start in enumerate(range(0, data_bytes, BLOCK_BYTES), start=1):
+            expected = entry["checksums"][number * _DIGITS :][:_DIGITS]
+            view = block[: data_bytes - start]
+            _read_block(file, entry, entry["header_size"] + start, [view], expected)
+
+
 def allocate(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return memory for a tensor. Raises Unreadable where there is not enough."""
     try:
@@ -162,19 +174,21 @@ def open_regular_file(path: Path) -> Iterator[tuple[int, int]]:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{path.name} is missing") from None
+        raise Damaged(path.name, f"{path.name} is missing") from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise Damaged(f"{path.name} is a link or a socket; expected a file") from None
+            raise Damaged(
+                path.name, f"{path.name} is a link or a socket; expected a file"
+            ) from None
         raise
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{path.name} is a folder or a device; expected a file")
+            raise Damaged(path.name, f"{path.name} is a folder or a device; expected a file")
         yield file, found.st_size
     except OSError as error:
         if error.errno == errno.EIO:
-            raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
+            raise Damaged(path.name, f"{path.name} cannot be read: {error.strerror}") from None
         raise
     finally:
         os.close(file)
@@ -185,7 +199,9 @@ def _opened(folder: Path, entry: FileEntry) -> Iterator[int]:
     """Open a rank's file; yield its descriptor."""
     with open_regular_file(folder / entry["name"]) as (file, size):
         if size != entry["size"]:
-            raise Damaged(f"{entry['name']} has {size} bytes instead of {entry['size']}")
+            raise Damaged(
+                entry["name"], f"{entry['name']} has {size} bytes instead of {entry['size']}"
+            )
         yield file
 
 
@@ -199,9 +215,9 @@ def _read_block(
         while done < len(view):
             count = os.preadv(file, [view[done:]], position)
             if count == 0:
-                raise Damaged(f"{entry['name']} ends after {position} bytes")
+                raise Damaged(entry["name"], f"{entry['name']} ends after {position} bytes")
             done, position = done + count, position + count
         crc = zlib.crc32(view, crc)
     if f"{crc:08x}" != expected:
         place = f"bytes {start} to {position - 1}"
-        raise Damaged(f"{entry['name']}: {place} do not match their checksum")
+        raise Damaged(entry["name"], f"{entry['name']}: {place} do not match their checksum")

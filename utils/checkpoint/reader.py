@@ -53,7 +53,7 @@ def load_part(
     change.
 
     step: a step that has to be there and intact. Default: the newest intact one; None is returned
-        if there is none.
+        if the folder never had one.
     Raises CheckpointError.
     """
     if type(state) is not dict:
@@ -97,7 +97,7 @@ def export_safetensors(
     found = _find(folder, step, load_from)
     if found is None:
         raise CheckpointError(
-            f"there is no intact checkpoint in {folder}. Choose the folder of a training"
+            f"there is no checkpoint in {folder}. Choose the folder of a training"
         )
     found_step, tensors = found
     target = Path(file).absolute()

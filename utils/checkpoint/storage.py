@@ -12,6 +12,8 @@ from .rank_file import open_regular_file
 
 # step-000001200, and step-000001200-2 when that step was saved a second time
 _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
+QUARANTINED = ".damaged"  # is added to the name of a damaged checkpoint
+_QUARANTINED_NAME = re.compile(rf"{_NAME.pattern}{re.escape(QUARANTINED)}(?:-\d+)?")
 _MAX_MANIFEST_BYTES = 1 << 30
 _SHOWN_STEPS = 10
 
@@ -19,6 +21,11 @@ _SHOWN_STEPS = 10
 def checkpoint_names(folder: Path) -> list[str]:
     """Return the names of the complete checkpoints, oldest step first."""
     return sorted(filter(_NAME.fullmatch, os.listdir(folder)), key=_order)
+
+
+def quarantined_names(folder: Path) -> list[str]:
+    """Return the names of the checkpoints that were found damaged."""
+    return sorted(filter(_QUARANTINED_NAME.fullmatch, os.listdir(folder)))
 
 
 def step_of(name: str) -> int:
@@ -57,7 +64,8 @@ def read_manifest(folder: Path) -> Manifest:
         )
     with open_regular_file(folder / MANIFEST) as (file, size):
         if size > _MAX_MANIFEST_BYTES:
-            raise Damaged(f"{MANIFEST} has {size} bytes; expected at most {_MAX_MANIFEST_BYTES}")
+            what = f"{MANIFEST} has {size} bytes; expected at most {_MAX_MANIFEST_BYTES}"
+            raise Damaged(MANIFEST, what)
         with open(file, "rb", closefd=False) as opened:
             manifest = parse_manifest(opened.read(size + 1))
 

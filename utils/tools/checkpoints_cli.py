@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoint import CheckpointError, export_safetensors
 from ..checkpoint.disk import explain
 from ..checkpoint.format import Damaged, Unreadable
-from ..checkpoint.rank_file import read_tensors
+from ..checkpoint.rank_file import check_file
 from ..checkpoint.storage import checkpoint_names, read_manifest
 from ..log import print_result
 from .arguments import ArgumentParser
@@ -92,7 +92,7 @@ def _describe(path: Path, verify: bool) -> dict[str, Any]:
             "metric": manifest["metric"],
         }
         for entry in manifest["files"] if verify else ():
-            read_tensors(path, entry)
+            check_file(path, entry)
     except (Damaged, Unreadable) as error:
         description["problem"] = (
             f"{'damaged' if isinstance(error, Damaged) else 'unreadable'}: {error}"
