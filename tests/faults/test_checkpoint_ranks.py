@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
@@ -34,10 +35,19 @@ from utils.checkpoint.storage import read_manifest
 TIMEOUT = 60.0
 LARGE_BYTES = 20_000_000
 LOG = BufferingHandler(10_000)
+
+
+def with_activation_checkpointing(model: nn.Module) -> nn.Module:
+    for name in ("linear", "norm"):
+        setattr(model, name, checkpoint_wrapper(model.get_submodule(name)))
+    return DDP(model)
+
+
 FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": DDP,
     "compiled inside": lambda model: DDP(torch.compile(model, backend="aot_eager")),
     "compiled outside": lambda model: torch.compile(DDP(model), backend="aot_eager"),
+    "activation checkpointing": with_activation_checkpointing,
 }
 wrap = DDP  # the form of this run
 
@@ -306,8 +316,8 @@ def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
 # The folder of a run, whose name is that of a form for models; the steps that are saved first; the scenarios.
 RUNS = [*((form, [6], [each_rank_gets_back_what_differs, rank_1_writes_what_ddp_keeps_equal]) for form in FORMS),
         ("large", [], [only_what_is_needed_is_read]),
-        ("faults", [1, 2], [one_reads_wrong_bits, one_finds_damage, one_disk_is_full, rank_0_has_no_memory, states_differ,
-                            one_has_what_cannot_be_saved, made_too_early, folders_differ,
+        ("faults", [1, 2], [one_reads_wrong_bits, one_finds_damage, one_disk_is_full, rank_0_has_no_memory,
+                            states_differ, one_has_what_cannot_be_saved, made_too_early, folders_differ,
                             folder_is_not_shared, one_is_slow, one_dies])]
 EARLY: list[Checkpointer] = []
 

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -214,12 +215,43 @@ def test_files_have_plain_names_and_each_tensor_once(tmp_path: Path) -> None:
                            "compiled/0.bias"}
 
 
-def test_compiled_parts_are_restored_into_plain_ones_and_back(resume: Resume) -> None:
-    one = nn.Sequential(torch.compile(nn.Linear(2, 2)), nn.Linear(2, 2))
-    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for source, target in ((one, other), (other, one), (AveragedModel(one), AveragedModel(other))):
-        resume([source], [target])
-        assert bits(list(target.state_dict().values())) == bits(list(source.state_dict().values()))
+WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
+    "compiled": torch.compile, "activation checkpointing": checkpoint_wrapper, "DDP inside": nn.DataParallel,
+    "several": lambda part: nn.DataParallel(torch.compile(checkpoint_wrapper(part)))}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("named", [True, False])
+def test_wrapped_parts_are_restored_into_plain_ones_and_back(name: str, named: bool, resume: Resume) -> None:
+    """With their optimizer, whose parameters may have names of its own."""
+    def training(wrap: Callable[[Any], nn.Module]) -> list[Any]:
+        model = nn.ModuleDict({"module": wrap(nn.Linear(2, 2)), "norm": wrap(nn.BatchNorm1d(2)), "x": nn.Linear(2, 2)})
+        optimizer = torch.optim.Adam(model.named_parameters() if named else model.parameters())
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, float(number))
+        optimizer.step()
+        return [optimizer] if named else [model, AveragedModel(model), optimizer]
+
+    plain, wrapped = training(lambda part: part), training(WRAPPERS[name])
+    for source, target in ((plain, wrapped), (wrapped, plain)):
+        for tensor in (tensor for module in source[:-1] for tensor in module.parameters()):
+            tensor.data.normal_()
+        resume(source, target)
+        for before, after in zip(source[:-1], target[:-1], strict=True):
+            assert bits(list(after.state_dict().values())) == bits(list(before.state_dict().values()))
+
+
+@pytest.mark.parametrize("order", ["01", "10"])
+def test_a_part_of_a_model_that_is_called_module_keeps_its_name(order: str, resume: Resume) -> None:
+    model = nn.ModuleDict({"module": nn.ModuleDict({"a": nn.Linear(2, 2)}), "a": nn.Linear(2, 2)})
+    parts = [model["a"], model["module"]]
+    optimizer = torch.optim.SGD(parameter for index in order for parameter in parts[int(index)].parameters())
+    source = [model, torch.optim.SGD(parameter for part in parts for parameter in part.parameters())]
+    if order == "10":
+        with pytest.raises(CheckpointError, match="in the same order"):
+            resume(source, [model, optimizer])
+    else:
+        resume(source, [model, optimizer])
 
 
 # What cannot be saved, or not be loaded ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -55,6 +55,17 @@ class PerRank:
 
 # --- names
 
+# Parts that torch's wrappers add to the names of parameters; no model of a user has them.
+_WRAPPER_PARTS = frozenset(
+    (
+        "_orig_mod",  # torch.compile
+        "_checkpoint_wrapped_module",  # checkpoint_wrapper(): activation checkpointing
+        "_fsdp_wrapped_module",  # FSDP1, in what other programs have saved
+    )
+)
+# DistributedDataParallel and DataParallel inside a model; models have parts of this name, too.
+_DDP_PART = "module"
+
 
 def show_path(path: Path, empty: str = "the state") -> str:
     """Return the name of an entry in messages and files: "model/linear.weight"."""
@@ -62,8 +73,32 @@ def show_path(path: Path, empty: str = "the state") -> str:
 
 
 def plain_key(key: str) -> str:
-    """Return the name of a parameter without what torch.compile adds to it."""
-    return ".".join(part for part in key.split(".") if part != "_orig_mod")
+    """Return the name of a parameter without the parts that only torch's wrappers add."""
+    return ".".join(part for part in key.split(".") if part not in _WRAPPER_PARTS)
+
+
+def match_names(names: Collection[str], saved: Collection[str]) -> dict[str, str]:
+    """Return the saved name for each name that differs from it by parts of wrappers only.
+
+    A name that is on both sides stands for itself, also where it has a part "module".
+    """
+    by_bare_name: dict[str, list[str]] = {}
+    for name in set(saved) - set(names):
+        by_bare_name.setdefault(_bare_name(name), []).append(name)
+    missing = [name for name in names if name not in saved]
+    counts = collections.Counter(map(_bare_name, missing))
+    found = {name: name for name in names if name in saved}
+    for name in missing:
+        candidates = by_bare_name.get(_bare_name(name), [])
+        if len(candidates) == counts[_bare_name(name)] == 1:
+            found[name] = candidates[0]
+    return found
+
+
+def _bare_name(name: str) -> str:
+    path, slash, key = name.rpartition("/")
+    parts = [part for part in plain_key(key).split(".") if part != _DDP_PART]
+    return path + slash + ".".join(parts)
 
 
 # --- kinds

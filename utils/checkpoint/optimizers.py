@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .entries import plain_key, show_path, unwrap, walk
+from .entries import match_names, plain_key, show_path, unwrap, walk
 
 
 def parameter_names(state: Any) -> dict[int, str]:
@@ -54,10 +54,12 @@ def find_mismatch(
     if sizes != saved_sizes:
         return f"has groups of {sizes} parameters, but was saved with {saved_sizes}"
 
+    same = match_names(_names_in(now), _names_in(saved))
     for number, (group, saved_group) in enumerate(zip(now, saved, strict=True)):
         pairs = zip(group, saved_group, strict=True)
         for index, ((name, shape), (saved_name, saved_shape)) in enumerate(pairs):
-            renamed = name is not None and saved_name is not None and name != saved_name
+            is_known = name is not None and saved_name is not None
+            renamed = is_known and same.get(name, name) != saved_name
             if renamed or shape != saved_shape:
                 return (
                     f"has {name or 'a parameter'} of shape {shape} as parameter {index} of group "
@@ -65,6 +67,10 @@ def find_mismatch(
                     "there. Give the optimizer the same parameters in the same order"
                 )
     return ""
+
+
+def _names_in(groups: list[list[list[Any]]]) -> set[str]:
+    return {name for group in groups for name, _ in group if name is not None}
 
 
 def changed_settings(

@@ -216,15 +216,15 @@ class _Packer:
         if kind == "main":
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if id(parameter) in self._replicated:
-                    kinds[name] = "common"
+                    kinds[plain_key(name)] = "common"
             for name, buffer in module.named_buffers(remove_duplicate=False):
                 if buffer.numel() * buffer.element_size() <= _MAX_LOCAL_BYTES:
-                    kinds[name] = "local"
+                    kinds[plain_key(name)] = "local"
 
         items = []
         for key, item in state.items():
             plain = plain_key(key)
-            items.append([plain, self.tree(item, (*path, plain), kinds.get(key, kind))])
+            items.append([plain, self.tree(item, (*path, plain), kinds.get(plain, kind))])
         return {"OrderedDict": items}
 
     # --- tensors

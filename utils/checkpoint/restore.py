@@ -19,6 +19,7 @@ from .entries import (
     check_optimizer,
     check_tensor,
     is_sharded,
+    match_names,
     plain_key,
     show_path,
     state_of,
@@ -201,6 +202,8 @@ class Restorer:
             return self._mismatch(path, what)
         keys = {plain_key(key): key for key in own}
         trees = dict(self._saved.pairs(tree["state"], path))
+        for name, saved_name in match_names(keys, trees).items():
+            trees[name] = trees.pop(saved_name)
         self._compare_keys(path, keys, trees)
         saved: Any = type(own)()
         # which version of a module's class wrote them
