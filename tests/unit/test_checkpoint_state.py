@@ -324,7 +324,7 @@ def optimized(*order: int) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.Adam([{"params": [model[index]]} for index in order])}
 
 
-A, B = nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(3))
+A, B, C, D = (nn.Parameter(torch.rand(*shape)) for shape in ((2,), (3,), (2,), (2, 2)))
 SGD, LINEAR = torch.optim.SGD([A]), nn.Linear(2, 2)
 
 
@@ -342,6 +342,11 @@ SGD, LINEAR = torch.optim.SGD([A]), nn.Linear(2, 2)
     (optimized(0, 1, 2), optimized(0, 2, 1),
      "x/optimizer has x/model/2 of shape [2] as parameter 0 of group 1, but was saved with x/model/1 "
      "of shape [2] there. Give the optimizer the same parameters in the same order"),
+    ([A, C, torch.optim.SGD([A, C])], [A, C, torch.optim.SGD([C, A])], "x/2 has x/1 of shape [2] as parameter 0 of"),
+    ([LINEAR.state_dict(), torch.optim.SGD([LINEAR.weight, D])],
+     [LINEAR.state_dict(), torch.optim.SGD([D, LINEAR.weight])], "was saved with x/0/weight of shape [2, 2] there"),
+    ([D, torch.optim.SGD([LINEAR.weight, D])],
+     [D, torch.optim.SGD([D, LINEAR.weight])], "saved with one of shape [2, 2]"),
     (LINEAR, nn.Linear(2, 2, device="meta"), "x/weight is on the meta device"),
     (Saved(1), Broken(), "x: it could not be restored, and the entries before it are restored already: IndexError: y"),
 ], ids=lambda value: value if isinstance(value, str) else "")
@@ -349,6 +354,20 @@ def test_another_state_is_refused(source: Any, state: Any, words: str, resume: R
     with pytest.raises(CheckpointError) as error:
         resume({"x": source}, {"x": state})
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("state, unchecked", [
+    ({"opt": torch.optim.SGD([A, C])}, "opt (SGD)"), ({"a": A, "opt": torch.optim.SGD([A, C, D])}, ""),
+    ({"opt": torch.optim.SGD([("a", A), ("c", C)])}, ""), ({"opt": torch.optim.SGD([A, B])}, ""),
+    ({"a": nn.ParameterList([A]), "own": PerRank([torch.optim.Adam([A, D, C, nn.Parameter(torch.rand(2))])])},
+     "own/own/0 (Adam)")])
+def test_parameters_whose_order_cannot_be_checked_are_said_once(
+        state: Any, unchecked: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+    said = [record.getMessage() for record in caplog.records if "in the same order" in record.getMessage()]
+    assert len(said) == bool(unchecked) and all(f"of {unchecked}:" in text for text in said)
 
 
 # Files that somebody has changed --------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from .entries import StateError, check_state, unwrap, walk
 from .folder import CheckpointFolder, Retention, folder_problem, report_folder
 from .format import Manifest, slice_name
 from .load import digest, load_newest, restore
+from .optimizers import unchecked_optimizers
 from .pack import Packed, pack
 from .replicas import ReplicaSample
 from .rng import random_states
@@ -322,6 +323,13 @@ class Checkpointer:
             _log.warning(
                 "the saved state lacks %s: it starts anew after a resume. Put it into the state",
                 ", ".join(missing),
+            )
+        if unchecked := unchecked_optimizers(state):
+            _log.warning(
+                "the saved state has no names for all parameters of %s: a resume cannot check that "
+                "they come in the same order. Put the model into the state, or give the optimizer "
+                "model.named_parameters()",
+                ", ".join(unchecked),
             )
 
     def _start(self, job: SaveJob | RefusedJob) -> None:

@@ -2,48 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .entries import match_names, plain_key, show_path, unwrap, walk
+from .entries import is_sharded, match_names, plain_key, show_path, unwrap, walk
 
 
-def parameter_names(state: Any) -> dict[int, str]:
-    """Return the names of all parameters of the modules in a state, by id() of the parameter."""
-    names: dict[int, str] = {}
-    for path, value in walk(state):
-        module = unwrap(value)
-        if isinstance(module, torch.nn.Module):
-            for name, parameter in module.named_parameters():
-                names.setdefault(id(parameter), show_path((*path, plain_key(name))))
-    return names
+class ParameterNames:
+    """The names of the parameters in a state: of its modules, and of its tensors.
+
+    A tensor of the state also names a parameter whose memory it shares, as those in state_dict().
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._by_id: dict[int, str] = {}
+        self._by_memory: dict[tuple[object, ...], str] = {}
+        entries = list(walk(state))
+        for path, value in entries:
+            module = unwrap(value)
+            if isinstance(module, torch.nn.Module):
+                for name, parameter in module.named_parameters():
+                    self._by_id.setdefault(id(parameter), show_path((*path, plain_key(name))))
+        for path, value in entries:  # later: a module's name counts where both have a parameter
+            if isinstance(value, Tensor):
+                self._by_id.setdefault(id(value), show_path(path))
+                if memory := _memory_of(value):
+                    self._by_memory.setdefault(memory, show_path(path))
+
+    def get(self, parameter: Tensor) -> str | None:
+        """Return the name of a parameter, or None."""
+        name = self._by_id.get(id(parameter))
+        return name or self._by_memory.get(_memory_of(parameter))
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what identifies the memory of a tensor; () where it has none of its own."""
+    if is_sharded(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return ()
+    if torch.nn.parameter.is_lazy(tensor) or not tensor.numel():
+        return ()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def describe_parameters(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    optimizer: torch.optim.Optimizer, names: ParameterNames
 ) -> list[list[list[Any]]]:
-    """Return name and shape of each parameter, by group, in the optimizer's own order.
-
-    names: from parameter_names().
-    """
+    """Return name and shape of each parameter, by group, in the optimizer's own order."""
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
         group_names = group.get("param_names") or [None] * len(parameters)
         groups.append(
             [
-                [names.get(id(parameter), name), list(parameter.shape)]
+                [names.get(parameter) or name, list(parameter.shape)]
                 for parameter, name in zip(parameters, group_names, strict=True)
             ]
         )
     return groups
 
 
+def unchecked_optimizers(state: Any) -> list[str]:
+    """Return the optimizers in a state that have parameters of one shape without names.
+
+    A checkpoint cannot tell these parameters apart if they come in another order.
+    """
+    names, found = ParameterNames(state), []
+    for path, optimizer in walk(state):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            groups = describe_parameters(optimizer, names)
+            shapes = [tuple(shape) for group in groups for name, shape in group if name is None]
+            if len(set(shapes)) < len(shapes):
+                found.append(f"{show_path(path)} ({type(optimizer).__name__})")
+    return found
+
+
 def find_mismatch(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: list[list[list[Any]]]
+    optimizer: torch.optim.Optimizer, names: ParameterNames, saved: list[list[list[Any]]]
 ) -> str:
     """Compare an optimizer's parameters with those of a checkpoint; return "" if they match.
 
@@ -55,11 +91,14 @@ def find_mismatch(
         return f"has groups of {sizes} parameters, but was saved with {saved_sizes}"
 
     same = match_names(_names_in(now), _names_in(saved))
+    in_both = {*same.values()}
     for number, (group, saved_group) in enumerate(zip(now, saved, strict=True)):
         pairs = zip(group, saved_group, strict=True)
         for index, ((name, shape), (saved_name, saved_shape)) in enumerate(pairs):
-            is_known = name is not None and saved_name is not None
-            renamed = is_known and same.get(name, name) != saved_name
+            here = same.get(name or "", name)  # under the name that was saved
+            renamed = here != saved_name and (
+                None not in (here, saved_name) or here in in_both or saved_name in in_both
+            )
             if renamed or shape != saved_shape:
                 return (
                     f"has {name or 'a parameter'} of shape {shape} as parameter {index} of group "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import collections
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,7 +39,7 @@ from .entries import (
     state_of,
     unwrap,
 )
-from .optimizers import describe_parameters, parameter_names
+from .optimizers import ParameterNames, describe_parameters
 from .slices import Shard, shard_of
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def pack(state: Any, replicated: frozenset[int] = frozenset()) -> Packed:
     Raises StateError for what cannot be saved.
     """
     packed = Packed()
-    packer = _Packer(packed, replicated, parameter_names(state))
+    packer = _Packer(packed, replicated, ParameterNames(state))
     packed.tree = packer.tree(state, (), "main")
     return packed
 
@@ -87,9 +86,7 @@ def pack(state: Any, replicated: frozenset[int] = frozenset()) -> Packed:
 class _Packer:
     """Builds the tree of a state. The argument `kind` is that of a value's tensors."""
 
-    def __init__(
-        self, packed: Packed, replicated: frozenset[int], names: Mapping[int, str]
-    ) -> None:
+    def __init__(self, packed: Packed, replicated: frozenset[int], names: ParameterNames) -> None:
         self._packed, self._replicated, self._names = packed, replicated, names
         self._named: dict[tuple[object, ...], str] = {}  # tensors that have a name already
 

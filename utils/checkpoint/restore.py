@@ -26,7 +26,7 @@ from .entries import (
     unwrap,
     walk,
 )
-from .optimizers import changed_settings, find_mismatch, load_optimizer, parameter_names
+from .optimizers import ParameterNames, changed_settings, find_mismatch, load_optimizer
 from .unpack import Unpacker, holds_objects, kind_of, tag_of
 
 _SHOWN_KEYS = 5
@@ -49,7 +49,7 @@ class Restorer:
         self._actions: list[tuple[Path, Callable[[], object]]] = []
         self._by_memory: dict[tuple[object, ...], tuple[Path, Tensor]] = {}
         self._saved = Unpacker(tensors)
-        self._names = parameter_names(state)
+        self._names = ParameterNames(state)
         self._state = state
         self._result = self._match(state, tree, ())
 
