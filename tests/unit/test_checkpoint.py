@@ -324,6 +324,56 @@ def test_settings_that_the_checkpoint_replaces_are_named(
     assert len(found) == bool(said) and all(said in message for message in found)
 
 
+SCHEDULES: list[tuple[str, str, str]] = [
+    ("CosineAnnealingLR(o, 10)", "CosineAnnealingLR(o, 100)", "x/1: T_max 10, here 100"),
+    ("StepLR(o, 3)", "StepLR(o, 3, gamma=0.5)", "x/1: gamma 0.1, here 0.5"),
+    ("MultiStepLR(o, [2, 2])", "MultiStepLR(o, [2, 3])", "milestones [2, 2], here [2, 3]"),
+    ("OneCycleLR(o, 0.3, total_steps=30)", "OneCycleLR(o, 0.3, total_steps=60)", "x/1: total_steps 30, here 60"),
+    ("ReduceLROnPlateau(o)", "ReduceLROnPlateau(o, patience=2)", "x/1: patience 10, here 2"),
+    ("SequentialLR(o, [LinearLR(o), CosineAnnealingLR(o, 9)], [2])",
+     "SequentialLR(o, [LinearLR(o), CosineAnnealingLR(o, 5)], [2])", "x/1 scheduler 1: T_max 9, here 5"),
+    *((same, same, "") for same in (
+        "OneCycleLR(o, 0.3, total_steps=30)", "CyclicLR(o, 0.1, 0.3, 2)", "LambdaLR(o, lambda number: 0.9**number)",
+        "PolynomialLR(o)", "CosineAnnealingWarmRestarts(o, 2, 2)", "ReduceLROnPlateau(o)",
+        "ChainedScheduler([ConstantLR(o), CyclicLR(o, 0.1, 0.3)])",
+        "SequentialLR(o, [LinearLR(o), OneCycleLR(o, 0.3, total_steps=9)], [2])"))]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize(("make", "remake", "said"), SCHEDULES)
+def test_settings_of_a_scheduler_that_the_checkpoint_replaces_are_named(
+        make: str, remake: str, said: str, optimizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """How far it has come, and what it has changed, is no setting."""
+    caplog.set_level("INFO")
+    options = {"momentum": 0.9} if optimizer == "SGD" else {}
+    for build in (make, remake):
+        trained = getattr(torch.optim, optimizer)(nn.Linear(2, 2).parameters(), lr=0.1, **options)
+        schedule = eval(build, {**vars(torch.optim.lr_scheduler), "o": trained})
+        with Checkpointer(tmp_path) as checkpoints:
+            if checkpoints.load_latest({"x": [trained, schedule]}) is None:
+                for _ in range(5):
+                    trained.step()
+                    schedule.step(*[1.0] if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) else [])
+                checkpoints.save_and_wait(1, {"x": [trained, schedule]})
+    found = [record.getMessage() for record in caplog.records if "with other settings" in record.getMessage()]
+    assert len(found) == bool(said) and all(said in message for message in found)
+
+
+@pytest.mark.parametrize(("saved", "here", "said"), [
+    ("3", 3, "x/n: the text '3', here the number 3"), (3, "3", "here the text '3'"), ([1], (1,), "x/n: the list [1]"),
+    (True, 1, "the truth value True"), ({"m": 1}, {"m": "1"}, "x/n/m: the number 1"),
+    *((saved, here, "") for saved, here in (
+        (0.5, None), (0.5, 1), (numpy.float64(1), 2.0), (torch.tensor(0.5), 0.5), ([1, "a"], []), ({"m": 1}, {})))])
+def test_a_plain_value_of_another_type_is_named(
+        saved: Any, here: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": {"n": saved}})
+        checkpoints.load_latest({"x": {"n": here}})
+    found = [record.getMessage() for record in caplog.records if "with other settings" in record.getMessage()]
+    assert len(found) == bool(said) and all(said in message for message in found)
+
+
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9]), (1, list(range(1, 10)))])
 def test_steps_after_which_a_save_is_due(every: int, steps: list[int], tmp_path: Path) -> None:
     with Checkpointer(tmp_path, every=every) as checkpoints:

@@ -122,13 +122,15 @@ def restore(
             f"cannot restore step {loaded.step} in {folder.path} on {ranks.name}: {error}"
         ) from error
 
-    changes = [*loaded.restorer.changes, *changed_versions(loaded.versions)]
-    if changes and ranks.rank == 0:
+    if ranks.rank == 0 and (changes := loaded.restorer.changes):
         _log.info(
-            "step %d was saved with other settings: %s. The saved ones are used, but for versions",
+            "step %d was saved with other settings: %s. The saved ones are used. To train with "
+            "those of the script, set them again after the load",
             loaded.step,
             "; ".join(changes[:_SHOWN_CHANGES]),
         )
+    if ranks.rank == 0 and (changes := changed_versions(loaded.versions)):
+        _log.info("step %d was saved with other versions: %s", loaded.step, "; ".join(changes))
     if loaded.random is not None:
         missing = restore_random_states(loaded.random)
         if missing:

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from .entries import is_sharded, match_names, plain_key, show_path, unwrap, walk
+
+_NOT_SETTINGS = ("params", "param_names")
+# Attributes of torch's schedulers under other names than the arguments that they are made from.
+_SETTINGS = frozenset(
+    (
+        "max_lrs",
+        "min_lrs",
+        "base_momentums",
+        "max_momentums",
+        "total_size",
+        "step_ratio",
+        "_milestones",
+    )
+)
 
 
 class ParameterNames:
@@ -113,22 +131,79 @@ def _names_in(groups: list[list[list[Any]]]) -> set[str]:
 
 
 def changed_settings(
-    optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    where: str,
+    schedulers: Iterable[LRScheduler],
 ) -> list[str]:
     """Return the settings that differ from the saved ones: "optimizer: lr 0.01, here 0.1".
 
     Where a scheduler changes the learning rate, the one that it began with is compared.
+
+    schedulers: those of the state; the momentum that one of them changes is not compared.
     """
+    is_cycled = any(
+        scheduler.optimizer is optimizer and _cycles_momentum(scheduler) for scheduler in schedulers
+    )
+    cycled = {"momentum", "betas"} if is_cycled else set[str]()
     found = []
     groups = zip(optimizer.param_groups, saved["param_groups"], strict=True)
     for number, (group, saved_group) in enumerate(groups):
         place = f"{where} group {number}" if len(optimizer.param_groups) > 1 else where
-        for name, value in saved_group.items():
-            is_plain = isinstance(value, (bool, int, float, str, tuple))
-            is_scheduled = name == "lr" and "initial_lr" in saved_group
-            if is_plain and not is_scheduled and name in group and group[name] != value:
-                found.append(f"{place}: {name} {value}, here {group[name]}")
+        scheduled = {*cycled, "lr"} if "initial_lr" in saved_group else cycled
+        names = [name for name in saved_group if name not in (*_NOT_SETTINGS, *scheduled)]
+        found += _differences(place, group, saved_group, names)
     return found
+
+
+def changed_schedule(scheduler: LRScheduler, saved: Mapping[str, Any], where: str) -> list[str]:
+    """Return the settings of a scheduler that differ from the saved ones: "T_max 10, here 100".
+
+    Settings are what it was made with; how far it has come is none.
+    """
+    parameters = {name for cls in type(scheduler).__mro__ for name in _parameters_of(cls)}
+    names = [name for name in saved if name in parameters | _SETTINGS and name != "last_epoch"]
+    found = _differences(where, vars(scheduler), saved, names)
+    parts = getattr(scheduler, "_schedulers", ())  # of a SequentialLR or ChainedScheduler
+    saved_parts = zip(parts, saved.get("_schedulers", ()), strict=False)
+    for number, (part, saved_part) in enumerate(saved_parts):
+        found += changed_schedule(part, saved_part, f"{where} scheduler {number}")
+    return found
+
+
+def _differences(
+    place: str, now: Mapping[str, Any], saved: Mapping[str, Any], names: Iterable[str]
+) -> list[str]:
+    return [
+        f"{place}: {name} {_shown(saved[name])}, here {_shown(now[name])}"
+        for name in names
+        if name in now
+        and _is_plain(saved[name])
+        and _is_plain(now[name])
+        and now[name] != saved[name]
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple | Counter):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str)
+
+
+def _shown(value: Any) -> Any:
+    return sorted(value.elements()) if isinstance(value, Counter) else value
+
+
+def _cycles_momentum(scheduler: LRScheduler) -> bool:
+    parts = getattr(scheduler, "_schedulers", ())
+    return getattr(scheduler, "cycle_momentum", False) or any(map(_cycles_momentum, parts))
+
+
+def _parameters_of(cls: type) -> Collection[str]:
+    try:
+        return inspect.signature(cls).parameters
+    except (TypeError, ValueError):
+        return ()
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from .entries import (
     MAPPINGS,
@@ -26,10 +27,25 @@ from .entries import (
     unwrap,
     walk,
 )
-from .optimizers import ParameterNames, changed_settings, find_mismatch, load_optimizer
+from .optimizers import (
+    ParameterNames,
+    changed_schedule,
+    changed_settings,
+    find_mismatch,
+    load_optimizer,
+)
 from .unpack import Unpacker, holds_objects, kind_of, tag_of
 
 _SHOWN_KEYS = 5
+_KINDS: dict[str, tuple[type, ...]] = {
+    "the truth value": (bool,),
+    "the number": (int, float, complex),
+    "the text": (str,),
+    "the bytes": (bytes,),
+    "the list": (list,),
+    "the tuple": (tuple,),
+    "the dictionary": (dict,),
+}
 
 
 class Restorer:
@@ -50,6 +66,7 @@ class Restorer:
         self._by_memory: dict[tuple[object, ...], tuple[Path, Tensor]] = {}
         self._saved = Unpacker(tensors)
         self._names = ParameterNames(state)
+        self._schedulers = [value for _, value in walk(state) if isinstance(value, LRScheduler)]
         self._state = state
         self._result = self._match(state, tree, ())
 
@@ -82,7 +99,9 @@ class Restorer:
             return state
         if holds_objects(tree) or _holds_objects(state):
             return self._match_container(state, tree, path)
-        return self._saved.value(tree, path)
+        value = self._saved.value(tree, path)
+        self.changes += _changed_types(state, value, path)
+        return value
 
     def _match_per_rank(self, state: PerRank, tree: Tree, path: Path) -> Any:
         if tag_of(tree) != "per rank":
@@ -174,7 +193,7 @@ class Restorer:
     def _match_object(self, state: Any, tree: dict[str, Tree], path: Path) -> None:
         check_optimizer(state, path)
         is_optimizer = isinstance(state, torch.optim.Optimizer)
-        if is_optimizer or isinstance(state, torch.optim.lr_scheduler.LRScheduler):
+        if is_optimizer or isinstance(state, LRScheduler):
             name = type(state).__name__
             if tree["object"] != name:
                 self._mismatch(path, f"is a {name}, but was saved as {kind_of(tree)}")
@@ -184,13 +203,15 @@ class Restorer:
             saved = self._match_module(state, tree, path)
         else:
             saved = self._saved.value(tree["state"], path)
+        if isinstance(state, LRScheduler):
+            self.changes += changed_schedule(state, saved, show_path(path))
         if not is_optimizer:
             self._actions.append((path, lambda: state.load_state_dict(saved)))
             return
         if mismatch := find_mismatch(state, self._names, tree["parameters"]):
             self._mismatch(path, mismatch)
         else:
-            self.changes += changed_settings(state, saved, show_path(path))
+            self.changes += changed_settings(state, saved, show_path(path), self._schedulers)
         self._actions.append((path, lambda: load_optimizer(state, saved)))
 
     def _match_module(self, module: torch.nn.Module, tree: dict[str, Tree], path: Path) -> Any:
@@ -248,6 +269,27 @@ def _holds_objects(state: Any) -> bool:
         isinstance(value, Tensor | PerRank) or hasattr(unwrap(value), "load_state_dict")
         for _, value in walk(state)
     )
+
+
+def _changed_types(state: Any, saved: Any, path: Path) -> list[str]:
+    """Return the plain values whose type is not the saved one: "epoch: text '3', here 3".
+
+    None becomes anything, and numbers of all types are alike: a best loss begins as infinity.
+    """
+    if isinstance(state, dict) and isinstance(saved, dict):
+        return [
+            text
+            for key in state
+            if key in saved
+            for text in _changed_types(state[key], saved[key], (*path, key))
+        ]
+    kinds = [
+        next((name for name, types in _KINDS.items() if isinstance(value, types)), "")
+        for value in (saved, state)
+    ]
+    if "" in kinds or kinds[0] == kinds[1]:
+        return []
+    return [f"{show_path(path)}: {kinds[0]} {saved!r:.40}, here {kinds[1]} {state!r:.40}"]
 
 
 def _put(state: Any, restored: Any) -> Any:
