@@ -340,11 +340,15 @@ def test_interrupted_saves_are_removed_and_nothing_else(tmp_path: Path) -> None:
 
 
 JOB = """\
-import sys, time
+import os, shutil, sys, time
 from utils.checkpoint import Checkpointer
 checkpoints = Checkpointer(sys.argv[1])
 checkpoints.save(1, {})
 checkpoints.wait()
+shutil.copytree(sys.argv[1], sys.argv[1] + " backup")  # opens and closes the lock file
+if os.fork() == 0:  # as a worker that outlives its parent
+    time.sleep(60)
+    os._exit(0)
 print("saved", flush=True)
 time.sleep(60)
 """
@@ -352,11 +356,14 @@ time.sleep(60)
 
 def test_second_job_in_a_folder_is_refused_until_the_first_has_ended(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed, it leaves its lock file, which does not stand in the way."""
+    """Killed, it leaves its lock file, which does not stand in the way, and neither does a forked child."""
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.3)
+    tmp_path = tmp_path / "checkpoints"
     command = [sys.executable, "-c", JOB, str(tmp_path)]
     environ = {**os.environ, "SLURM_JOB_ID": "4711"}
-    with killed_at_end(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)) as first:
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with killed_at_end(process) as first:
         assert first.stdout.readline() == "saved\n"
         (tmp_path / ".saving-0123").mkdir()  # of that job
         words = rf"is in use by pid {first.pid} on \S+, job 4711; expected one job"
@@ -386,9 +393,32 @@ def test_lock_is_shared_within_a_process_and_made_again_with_the_folder(tmp_path
     assert os.listdir(folder) == ["step-000000003"]
 
 
+def test_lock_is_shared_by_all_names_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with Checkpointer(tmp_path) as one, Checkpointer(tmp_path / "link") as other:
+        one.save_and_wait(1, {})
+        other.save_and_wait(2, {})
+        other.close()
+        assert lock.is_held(tmp_path)
+        one.save_and_wait(3, {})
+    assert lock.NAME not in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+def test_file_system_without_locks_of_open_files_has_those_of_processes(
+        number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock.fcntl, "fcntl", Mock(side_effect=OSError(number, "no OFD locks")))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save_and_wait(1, {})
+        test = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        second = subprocess.run([sys.executable, "-c", test, tmp_path / lock.NAME], capture_output=True, text=True)
+        assert "BlockingIOError" in second.stderr
+
+
 def test_file_system_without_locks_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an interrupted save left stays there: another job might be saving."""
-    monkeypatch.setattr(lock.fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    for name in ("fcntl", "lockf"):
+        monkeypatch.setattr(lock.fcntl, name, Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     (tmp_path / ".saving-0123").mkdir()
     save(tmp_path, 1)
     assert load(tmp_path) == 1 and (tmp_path / ".saving-0123").exists()

@@ -1,15 +1,20 @@
 """The lock of a folder of checkpoints: one job at a time saves into it.
 
-A POSIX record lock (fcntl(2), F_SETLK): the kernel or the file server releases it when the process
-or its host ends, so that the lock of a dead job does not stand in the way.
+A record lock (fcntl(2)): the kernel or the file server releases it when the process or its host
+ends, so that the lock of a dead job does not stand in the way. It belongs to the open file
+(F_OFD_SETLK), where the file system has such locks: a lock of the process (F_SETLK) would be lost
+when this process closes any descriptor of the file, as a backup of the folder does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 
@@ -17,8 +22,7 @@ NAME = ".lock"
 _WAIT_SECONDS = 10.0  # the job before may be ending
 _PAUSE_SECONDS = 0.2
 
-# By path: the descriptor, and the Checkpointers of this process that use it. The kernel releases
-# the lock when this process closes any descriptor of the file.
+# By path: the descriptor, and the Checkpointers of this process that use it.
 _held: dict[Path, tuple[int, int]] = {}
 
 
@@ -32,9 +36,9 @@ def acquire(folder: Path) -> bool:
     Raises FolderInUse after some seconds.
     """
     path = folder / NAME
-    if is_held(folder):
-        file, users = _held[path]
-        _held[path] = file, users + 1
+    if (held := _find(path)) is not None:
+        file, users = _held[held]
+        _held[held] = file, users + 1
         return True
     end = time.monotonic() + _WAIT_SECONDS
     while True:
@@ -43,7 +47,7 @@ def acquire(folder: Path) -> bool:
         except OSError:  # in a folder that may only be read, nobody saves
             return False
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
             if _is_file(path, file):  # not removed by its owner meanwhile
                 break
         except (BlockingIOError, PermissionError):
@@ -67,25 +71,56 @@ def acquire(folder: Path) -> bool:
     if path in _held:  # the folder was removed and made again
         os.close(_held[path][0])
     _held[path] = file, 1
+    _close_in_forked_children()
     return True
 
 
 def is_held(folder: Path) -> bool:
     """Return whether this process has locked the folder, and it is still the same one."""
-    path = folder / NAME
-    return path in _held and _is_file(path, _held[path][0])
+    return _find(folder / NAME) is not None
 
 
 def release(folder: Path) -> None:
     """Release the lock of a folder, once for each acquire()."""
     path = folder / NAME
-    file, users = _held.pop(path, (-1, 0))
+    held = _find(path) or path
+    file, users = _held.pop(held, (-1, 0))
     if users > 1:
-        _held[path] = file, users - 1
+        _held[held] = file, users - 1
     elif users:
         if _is_file(path, file):
             os.unlink(path)
         os.close(file)
+
+
+def _find(path: Path) -> Path | None:
+    """Return under which name this process has locked a file, which may have several."""
+    return next((held for held, (file, _) in _held.items() if _is_file(path, file)), None)
+
+
+def _lock(file: int) -> None:
+    """Lock an open file, without waiting. Raises OSError."""
+    if hasattr(fcntl, "F_OFD_SETLK"):
+        whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
+        try:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, whole_file)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@functools.cache
+def _close_in_forked_children() -> None:
+    """Let no forked child hold a lock, such as a DataLoader worker that outlives this process."""
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for file, _ in _held.values():
+        os.close(file)
+    _held.clear()
 
 
 def _is_file(path: Path, file: int) -> bool:
