@@ -406,6 +406,7 @@ class TrainingWatch:
         )
         self.epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
         self.iterator: Callable[[], Any] = lambda: None  # that has yielded the last batch
+        self.on_step: list[Callable[[Optimizer], object]] = []  # called after each step
         self._reported: set[str] = set()
         self._has_trained = False
         self._thread: threading.Thread | None = None
@@ -456,6 +457,8 @@ class TrainingWatch:
         iterator = self.iterator() if self.epochs else None
         if iterator is not None and (epoch := self.epochs.pop(iterator, None)) is not None:
             self._check_epoch(epoch)
+        for call in self.on_step:
+            call(optimizer)
 
     def _check_parameters(self, optimizer: Optimizer, number: int, step: int) -> None:
         parameters = [

@@ -145,12 +145,19 @@ class StoreCommunicator:
         self._delete([f"{topic}/0"])
 
     def decide(
-        self, topic: str, report: Report, check: Callable[[list[Report]], Decision]
+        self,
+        topic: str,
+        report: Report,
+        check: Callable[[list[Report]], Decision],
+        *,
+        waiting: Callable[[], object] = lambda: None,
     ) -> Decision:
         """Gather the reports of all ranks, decide on rank 0, and return the decision on every rank.
 
         check: called on rank 0 with the reports in the order of the ranks; returns the decision.
         Rank 0 returns when all ranks have the decision: it may then exit, and the store with it.
+
+        waiting: called on rank 0 again and again while it waits for reports; may raise.
         """
         self._set(f"{topic}/{self.rank}", report)
         if self.rank != 0:
@@ -160,7 +167,7 @@ class StoreCommunicator:
             return decision
 
         reports = [f"{topic}/{rank}" for rank in range(self.world_size)]
-        decision = check(self._wait(reports, range(self.world_size)))
+        decision = check(self._wait(reports, range(self.world_size), waiting=waiting))
         self._set(f"{topic}/decision", decision)
 
         acknowledged = [f"{topic}/acknowledged/{rank}" for rank in range(1, self.world_size)]
@@ -201,6 +208,11 @@ class StoreCommunicator:
         with self._store_errors():
             return [json.loads(text) for text in self._store.multi_get(keys)]
 
+    def forget_reports(self, topic: str) -> None:
+        """Delete what report() has stored, once all ranks have reported."""
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        self._delete([*keys, f"{topic}/reports", f"{topic}/decision"])
+
     def missing(self, topic: str) -> list[int]:
         """Return the ranks that have not reported."""
         return [rank for rank in range(self.world_size) if not self._has(f"{topic}/{rank}")]
@@ -216,9 +228,9 @@ class StoreCommunicator:
         with self._store_errors():
             self._store.set(key, json.dumps(value))
 
-    def _has(self, key: str) -> bool:
+    def _has(self, *keys: str) -> bool:
         with self._store_errors():
-            return bool(self._store.check([key]))
+            return bool(self._store.check(list(keys)))
 
     def _delete(self, keys: Iterable[str]) -> None:
         with contextlib.suppress(RuntimeError):  # some kinds of stores cannot delete
@@ -226,7 +238,11 @@ class StoreCommunicator:
                 self._store.delete_key(key)
 
     def _wait(
-        self, keys: list[str], ranks: Sequence[int], seconds: float | None = None
+        self,
+        keys: list[str],
+        ranks: Sequence[int],
+        seconds: float | None = None,
+        waiting: Callable[[], object] = lambda: None,
     ) -> list[Any]:
         """Return the values of the keys as soon as all are set. ranks: who sets each of them."""
         seconds = self._timeout_seconds if seconds is None else seconds
@@ -234,24 +250,23 @@ class StoreCommunicator:
         pause = max(_FIRST_POLL_SECONDS, self.world_size / _MAX_POLLS_PER_SECOND)
         longest_pause = max(_LONGEST_POLL_SECONDS, pause)
 
+        while keys and not self._has(*keys):
+            if self._cancelled.wait(pause) or time.monotonic() > deadline:
+                missing = [
+                    rank for rank, key in zip(ranks, keys, strict=True) if not self._has(key)
+                ]
+                raise RankTimeout(self._explain_timeout(missing, seconds), missing)
+            waiting()
+            self._check_departed(keys, ranks)
+            pause = min(longest_pause, pause * 1.5)
         with self._store_errors():
-            while keys and not self._store.check(keys):
-                if self._cancelled.wait(pause) or time.monotonic() > deadline:
-                    missing = [
-                        rank
-                        for rank, key in zip(ranks, keys, strict=True)
-                        if not self._store.check([key])
-                    ]
-                    raise RankTimeout(self._explain_timeout(missing, seconds), missing)
-                self._check_departed(keys, ranks)
-                pause = min(longest_pause, pause * 1.5)
             return [json.loads(self._store.get(key)) for key in keys]
 
     def _check_departed(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
         """Raise RankLost where a rank has ended and will never set its key."""
         departed = departed_ranks()  # before the keys: a rank sets its key before it ends
         for rank, key in zip(ranks, keys, strict=True):
-            if rank in departed and not self._store.check([key]):
+            if rank in departed and not self._has(key):
                 raise RankLost(
                     f"{self._reporter} lost the connection to rank {rank}, which has ended: "
                     f"{departed[rank] or 'it left'}"

@@ -110,7 +110,7 @@ class Distributed:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone prints and saves."""
+        """Whether this is rank 0, which alone prints and calls torch.save()."""
         return self.rank == 0
 
     @property

@@ -4,12 +4,14 @@ This file is also the program of the ranks: each runs the scenarios in their ord
 """
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -265,7 +267,7 @@ def made_too_early(dist: Distributed, checkpoints: Checkpointer) -> None:
 def folders_differ(dist: Distributed, checkpoints: Checkpointer) -> None:
     """As where each rank names its folder by its own clock."""
     folders = [f"{checkpoints.folder} of rank {rank}" for rank in range(2)]
-    for call in (lambda one: one.load_latest({"x": 0}), lambda one: one.save(1, {"x": 0})):
+    for call in (lambda one: one.load_latest({"x": 0}), lambda one: one.save_and_wait(1, {"x": 0})):
         with Checkpointer(folders[dist.rank], timeout=TIMEOUT) as apart:
             error, = set(gather(error_of(call, apart)))
             assert f"2 different folders for checkpoints (rank 0: {folders[0]}; rank 1: {folders[1]})" in error
@@ -303,6 +305,48 @@ def one_is_slow(dist: Distributed, checkpoints: Checkpointer) -> None:
     assert list_steps(checkpoints.folder) == [1, 4, 6]
 
 
+def one_calls_save(dist: Distributed, checkpoints: Checkpointer) -> None:
+    """As under `if job.is_main`, at some steps and at the end; known while the training goes on."""
+    state = state_of(dist.rank)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            state["optimizer"].zero_grad()
+            state["model"](torch.rand(8, 6)).sum().backward()
+            state["optimizer"].step()
+
+    for loaded in (True, False):
+        begun = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            apart = stack.enter_context(Checkpointer(f"{checkpoints.folder} alone {loaded}", timeout=TIMEOUT))
+            if loaded:
+                apart.load_latest(state)
+            train(2)
+            if dist.is_main:
+                apart.save(3, {"x": 0})
+            train(3)
+            if dist.is_main:
+                error = error_of(apart.save, 5, {"x": 0})
+                assert "rank 0 calls save() at step 3, rank 1 does not" in error and "not under `if job.is_" in error
+                assert logged("rank 0 calls save() at step 3") == 1 + (not loaded)
+            dist.barrier()
+            if dist.is_main:
+                assert "save() at step 7, rank 1 does not" in error_of(apart.save_and_wait, 7, {"x": 0})
+        dist.barrier()
+        assert time.monotonic() - begun < 20 and not logged("has ended")
+
+
+def one_is_late_for_save(dist: Distributed, checkpoints: Checkpointer) -> None:
+    """Its call comes, although rank 0 has gone on: without a collective, nothing shows that it does not."""
+    state = state_of(dist.rank)
+    with Checkpointer(f"{checkpoints.folder} late", timeout=TIMEOUT) as apart:
+        time.sleep(4 * dist.rank)
+        apart.save(1, {"x": 0})
+        for _ in range(3):
+            state["optimizer"].step()
+        apart.wait()
+
+
 def one_dies(dist: Distributed, checkpoints: Checkpointer) -> None:
     state = state_of(dist.rank)
     disk.system = ChangedDisk(fsync=lambda _: os._exit(0)) if dist.rank == 1 else os
@@ -318,7 +362,8 @@ RUNS = [*((form, [6], [each_rank_gets_back_what_differs, rank_1_writes_what_ddp_
         ("large", [], [only_what_is_needed_is_read]),
         ("faults", [1, 2], [one_reads_wrong_bits, one_finds_damage, one_disk_is_full, rank_0_has_no_memory,
                             states_differ, one_has_what_cannot_be_saved, made_too_early, folders_differ,
-                            folder_is_not_shared, one_is_slow, one_dies])]
+                            folder_is_not_shared, one_calls_save, one_is_late_for_save, one_is_slow,
+                            one_dies])]
 EARLY: list[Checkpointer] = []
 
 

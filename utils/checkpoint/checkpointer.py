@@ -11,6 +11,7 @@ import operator
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,8 +19,17 @@ from typing import Any
 from .. import consistency, restart_notice
 from ..coordination import CoordinationError, StoreCommunicator
 from ..log import get_logger
+from .calls import SaveCalls
 from .checksums import BackgroundChecksums
-from .contents import CheckpointError, LoadedCheckpoint, RankMetadata, Restored, load, versions
+from .contents import (
+    CheckpointError,
+    LoadedCheckpoint,
+    PermanentError,
+    RankMetadata,
+    Restored,
+    load,
+    versions,
+)
 from .entries import StateError, check_state, unwrap, walk
 from .folder import CheckpointFolder, Retention, folder_problem, report_folder
 from .format import Manifest, slice_name
@@ -28,7 +38,7 @@ from .optimizers import unchecked_optimizers
 from .pack import Packed, pack
 from .replicas import ReplicaSample
 from .rng import random_states
-from .save import PermanentError, RefusedJob, SaveJob, write_checkpoint
+from .save import RefusedJob, SaveJob, write_checkpoint
 from .snapshot import Snapshot, replicated_parameters, share_out
 
 _log = get_logger(__name__)
@@ -123,6 +133,7 @@ class Checkpointer:
             ) from error
         self._folder = CheckpointFolder(self.folder, retention, self._ranks.name)
 
+        self._calls = SaveCalls(self._ranks)
         self._turn = 0  # number of saves and loads, the same on all ranks
         self._snapshot = Snapshot()
         self._own_part_written = threading.Event()
@@ -159,8 +170,8 @@ class Checkpointer:
 
         Raises ValueError for a state that cannot be saved. Then no rank saves it, and the others
         find the reason in `failure`. Raises CheckpointError if the previous save failed and every
-        later one would: the ranks saved different states or have diverged, or a later step is in
-        the folder.
+        later one would: other ranks did not call save() or saved different states, the ranks have
+        diverged or name different folders, or a later step is in the folder.
         """
         self._save(step, state, metric, 0.0)
 
@@ -201,6 +212,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._calls.close(orderly=True)
             self._snapshot = Snapshot()
             self._folder.close()
 
@@ -230,6 +242,7 @@ class Checkpointer:
                 self._ranks.cancel()
                 self._ended.wait(_OTHER_RANKS_TIMEOUT)
         if os.getpid() == self._pid:
+            self._calls.close(orderly=False)
             self._folder.close()
         if self._unraised is not None and self._ranks.rank != 0:  # rank 0 has logged it
             _log.error("%s", self._unraised)
@@ -240,7 +253,6 @@ class Checkpointer:
                 "save() was called after close(). Close the Checkpointer at the end of the training"
             )
         self._check_ranks()
-        self._check_folder()
         self._join()
         previous, self._unraised = self._unraised, None
         if isinstance(previous, PermanentError):
@@ -248,6 +260,7 @@ class Checkpointer:
 
         start, turn = time.monotonic(), self._turn
         self._turn += 1  # also if this rank fails, so that all ranks count the same
+        self._calls.call(turn)
         try:
             job = self._prepare(step, state, metric, turn, start, retry_until)
         except Exception as error:
@@ -344,8 +357,15 @@ class Checkpointer:
         """Write the checkpoint, in the background thread."""
         self.failure, self._try_again = None, False
         try:
+            if problem := self._folder_problem(lambda: self._calls.check(job.step)):
+                raise PermanentError(problem)
             result = write_checkpoint(
-                job, self._snapshot, self._ranks, self._folder, self._own_part_written.set
+                job,
+                self._snapshot,
+                self._ranks,
+                self._folder,
+                self._calls,
+                self._own_part_written.set,
             )
             self._try_again = result.try_again
             if result.error is not None:
@@ -394,17 +414,17 @@ class Checkpointer:
                 "setup_distributed()"
             ) from error
 
-    def _check_folder(self) -> None:
-        """Compare the folder with those of the other ranks, in the first call."""
+    def _folder_problem(self, waiting: Callable[[], object] = lambda: None) -> str:
+        """Compare the folder with those of the other ranks, once; return what is wrong, or ""."""
         if self._checked_folder or self._ranks.world_size == 1:
-            return
+            return ""
+        report = report_folder(self.folder)
         try:
-            problem = self._ranks.decide("folder", report_folder(self.folder), folder_problem)
+            problem = self._ranks.decide("folder", report, folder_problem, waiting=waiting)
         except CoordinationError as error:
             raise CheckpointError(f"cannot use {self.folder}: {error}") from error
-        if problem:
-            raise CheckpointError(problem)
-        self._checked_folder = True
+        self._checked_folder = not problem
+        return problem
 
     # --- loading
 
@@ -451,8 +471,9 @@ class Checkpointer:
 
     def _load(self, state: Any, step: int | None) -> Restored | None:
         self._check_ranks()
-        self._check_folder()
         self._join()
+        if problem := self._folder_problem():
+            raise CheckpointError(problem)
         try:
             check_state(state)  # also where there is no checkpoint yet: the first save is too late
         except StateError as error:

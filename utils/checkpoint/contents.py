@@ -29,6 +29,10 @@ class CheckpointError(RuntimeError):
     """
 
 
+class PermanentError(CheckpointError):
+    """Every later save would fail in the same way."""
+
+
 @dataclass(frozen=True)
 class Restored:
     """A checkpoint that was loaded. state: as given to the load, restored."""

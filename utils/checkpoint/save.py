@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from ..coordination import StoreCommunicator
+from .calls import SaveCalls
 from .checksums import BackgroundChecksums
-from .contents import CheckpointError, RankMetadata
+from .contents import CheckpointError, PermanentError, RankMetadata
 from .entries import StateError
 from .folder import CheckpointFolder, LaterStep
 from .format import FORMAT, FileEntry, Manifest, rank_file_name
@@ -24,10 +25,6 @@ from .snapshot import Snapshot
 # is an error of the script and not of the disk.
 _TEMPORARY, _FINAL, _PERMANENT = range(3)
 _Failure = tuple[int, str]  # one of these, and the message
-
-
-class PermanentError(CheckpointError):
-    """Every later save would fail in the same way."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +93,14 @@ def write_checkpoint(
     snapshot: Snapshot,
     ranks: StoreCommunicator,
     folder: CheckpointFolder,
+    calls: SaveCalls,
     reported: Callable[[], object],
 ) -> SaveResult:
     """Write this rank's part of a checkpoint; rank 0 commits it when all ranks are done.
 
     reported: called when this rank is done and only waits for the others.
-    Raises CoordinationError if the ranks cannot agree.
+    Raises CoordinationError if the ranks cannot agree, and PermanentError on rank 0 if others do
+    not call save().
     """
     topic = f"save {job.turn}"
     begun = ranks.broadcast(f"{topic} folder", lambda: _begin(job, folder))
@@ -116,12 +115,19 @@ def write_checkpoint(
 
     try:
         decision = ranks.decide(
-            topic, report, lambda reports: _commit(job, temporary, reports, folder)
+            topic,
+            report,
+            lambda reports: _commit(job, temporary, reports, folder),
+            waiting=lambda: calls.check(job.step),
         )
+    except PermanentError:
+        folder.discard(temporary)
+        raise
     finally:  # also where another rank has not reported: it may still be writing
         folder.end(temporary)
     if ranks.rank == 0:
         ranks.forget(f"{topic} folder")
+        calls.forget()
 
     problem = None
     if (failure := decision["failure"]) is not None:

@@ -1,0 +1,110 @@
+"""Notice that other ranks go on training without calling save(), as under `if job.is_main`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import consistency
+from ..coordination import CoordinationError, StoreCommunicator
+from ..host.cores import name_ranks
+from ..monitor.counts import entered_collectives
+from .contents import PermanentError
+
+_STEPS = 2  # of the optimizer, each with a collective, that show that all ranks have gone on
+_GRACE_SECONDS = 2.0  # then, for a rank that only now comes to its call
+
+
+class SaveCalls:
+    """Which ranks have called save(), and whether the others still can.
+
+    Each rank reports its call before save() returns. Once rank 0 has ended two more steps with
+    collectives in them, all ranks are past the place of that call. On a GPU, an event tells when
+    a step has ended.
+    """
+
+    def __init__(self, ranks: StoreCommunicator) -> None:
+        self._ranks = ranks
+        self._topic = ""  # of the last call
+        self._is_open = False  # whether a rank may not have called
+        self._entered = 0  # collectives of the default group, at the last step
+        self._steps: list[torch.Event | None] = []  # since the call; None: ended
+        self._shown_at: float | None = None  # time.monotonic() when the steps had ended
+
+    def call(self, turn: int) -> None:
+        """Report that this rank calls save(), in the main thread."""
+        if self._ranks.world_size == 1:
+            return
+        self._topic, self._steps, self._shown_at = f"call {turn}", [], None
+        self._entered = entered_collectives() or 0
+        with contextlib.suppress(CoordinationError):  # the save itself finds out
+            self._ranks.report(self._topic, True, len)
+        self._is_open = self._ranks.rank == 0
+        watch = consistency.watch
+        if self._is_open and watch is not None and self._stepped not in watch.on_step:
+            watch.on_step.append(self._stepped)
+
+    def close(self, orderly: bool) -> None:
+        """Report that this rank calls save() no more. orderly: it has not failed."""
+        watch = consistency.watch
+        if watch is not None and self._stepped in watch.on_step:
+            watch.on_step.remove(self._stepped)
+        if orderly and self._ranks.rank and torch.distributed.is_initialized():
+            with contextlib.suppress(CoordinationError):
+                self._ranks.report("closed", True, len)
+
+    def forget(self) -> None:
+        """Delete the reports, on rank 0, once all ranks are known to have called."""
+        self._is_open = False
+        if self._topic:
+            self._ranks.forget_reports(self._topic)
+
+    def check(self, step: int) -> None:
+        """Raise PermanentError if other ranks do not call save(), on rank 0 while it waits."""
+        if ranks := self._absent():
+            verb = "does" if len(ranks) == 1 else "do"
+            raise PermanentError(
+                f"rank 0 calls save() at step {step}, {name_ranks(ranks)} {verb} not; expected a "
+                "call on all ranks, each of which writes its part. Call it on all ranks at the "
+                "same step, not under `if job.is_main`"
+            )
+
+    def _absent(self) -> Sequence[int]:
+        """Return the ranks that do not call save() any more."""
+        ranks = self._ranks
+        if not self._is_open:
+            return []
+        closed: set[int] = set()
+        if ranks.count("closed/reports", 0):  # read before the calls, which come before it
+            closed = set(range(1, ranks.world_size)).difference(ranks.missing("closed"))
+        if ranks.count(f"{self._topic}/reports", 0) == ranks.world_size:
+            self._is_open = False
+            return []
+        if closed and (absent := sorted(closed.intersection(ranks.missing(self._topic)))):
+            return absent
+        if len(self._steps) < _STEPS or not all(
+            event is None or event.query() for event in self._steps
+        ):
+            return []
+        if self._shown_at is None:
+            self._shown_at = time.monotonic()
+        is_late = time.monotonic() - self._shown_at > _GRACE_SECONDS
+        return ranks.missing(self._topic) if is_late else []
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._is_open or len(self._steps) >= _STEPS:
+            return
+        entered = entered_collectives() or 0
+        if entered == self._entered:
+            return
+        self._entered = entered
+        parameters: list[Any] = optimizer.param_groups[0]["params"]
+        device = parameters[0].device if parameters else torch.device("cpu")
+        if device.type == "cpu":
+            self._steps.append(None)
+        elif device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._steps.append(torch.cuda.current_stream(device).record_event())
