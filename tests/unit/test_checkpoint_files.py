@@ -330,6 +330,36 @@ def test_links_are_deleted_and_their_targets_stay(tmp_path: Path) -> None:
     assert load(archive) == 1
 
 
+def test_target_of_a_link_that_is_kept_is_not_deleted(tmp_path: Path) -> None:
+    """As where somebody has put the first save of a step back in the place of the second."""
+    save(tmp_path, 1)
+    (tmp_path / "step-000000001-2").symlink_to("step-000000001")
+    save(tmp_path, 2, 3, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-000000002", "step-000000003"]
+    (tmp_path / "step-000000003-2").symlink_to("step-000000003")
+    save(tmp_path, 4, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-000000003", "step-000000003-2", "step-000000004"]
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.load_step(3, state(0.0)).state["value"] == 3.0
+
+
+def test_a_file_that_loses_bytes_before_the_commit_is_no_checkpoint(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system whose servers fail: sizes are compared with what was written."""
+    def fsync(file: int) -> None:
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            os.ftruncate(file, os.fstat(file).st_size - 1)
+        os.fsync(file)
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(disk, "system", ChangedDisk(fsync=fsync))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(2, state(2.0))
+        with pytest.raises(CheckpointError, match=rf"{FILE} has \d+ bytes after \d+ were written"):
+            checkpoints.wait()
+    assert list_steps(tmp_path) == [1]
+
+
 def test_interrupted_saves_are_removed_and_nothing_else(tmp_path: Path) -> None:
     kept, removed = [".mine", "step-1", "notes"], [".saving-0123", ".deleting-0123"]
     for name in (*kept, *removed):
@@ -402,6 +432,22 @@ def test_lock_is_shared_by_all_names_of_a_folder(tmp_path: Path) -> None:
         assert lock.is_held(tmp_path)
         one.save_and_wait(3, {})
     assert lock.NAME not in os.listdir(tmp_path)
+
+
+def test_lock_file_that_its_owner_removes_meanwhile_is_not_held(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the open() and the lock of this process: the next one would lock a file of the same name."""
+    real, calls = lock.fcntl.fcntl, itertools.count()
+
+    def remove_first(*args: Any) -> Any:
+        if next(calls) == 0:
+            (tmp_path / lock.NAME).unlink()
+        return real(*args)
+
+    monkeypatch.setattr(lock.fcntl, "fcntl", remove_first)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.load_latest({})
+        assert lock.is_held(tmp_path) and next(calls) == 2
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])

@@ -24,6 +24,7 @@ from utils.checkpoint import Checkpointer, CheckpointError, PerRank
 from utils.checkpoint.entries import DTYPES, StateError
 from utils.checkpoint.format import rank_file_name
 from utils.checkpoint.rng import read_random_states
+from utils.checkpoint.snapshot import replicated_parameters
 from utils.checkpoint.unpack import unpack
 
 Resume = Callable[[Any, Any], Any]
@@ -213,6 +214,20 @@ def test_files_have_plain_names_and_each_tensor_once(tmp_path: Path) -> None:
     _, arrays = read_safetensors(tmp_path / "step-000000001" / rank_file_name(0))
     assert set(arrays) == {"long", "a", "turned", "tied/0.weight", "tied/0.bias", "compiled/0.weight",
                            "compiled/0.bias"}
+
+
+def test_only_parameters_that_an_optimizer_trains_are_equal_on_all_ranks() -> None:
+    """The copy of a DDP model in an average of weights is one, too, but nothing keeps it equal."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ddp, other = (nn.parallel.DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))
+        average, optimizer = AveragedModel(ddp), torch.optim.SGD(ddp.parameters(), 0.1)
+        trained = {id(parameter) for parameter in ddp.parameters()}
+        for state, expected in (([ddp, optimizer], trained), ([ddp, average, other, optimizer], trained),
+                                ([average, optimizer], set()), ([ddp], set()), ([ddp, PerRank(optimizer)], set())):
+            assert replicated_parameters(state) == expected
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed
 
-from utils.coordination import RankTimeout, StoreCommunicator, StoreLost
+from utils import coordination
+from utils.coordination import RankLost, RankTimeout, StoreCommunicator, StoreLost
 
 
 def make_communicators(timeout_seconds: float = 0.1) -> list[StoreCommunicator]:
@@ -27,6 +28,19 @@ def test_decide_names_the_rank_that_does_not_report_and_cancel_ends_the_wait() -
     zero.cancel()
     with pytest.raises(RankTimeout, match="before this rank ended: ranks 1-2"):
         zero.decide("save", 0, len)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it has reported before."""
+    monkeypatch.setattr(coordination, "departed_ranks", lambda: {1: "", 2: "rank 2 on h was killed"})
+    zero, one, _ = make_communicators(timeout_seconds=5)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(one.decide, "save", 1, len)
+        with pytest.raises(RankLost, match="lost the connection to rank 2, which has ended: rank 2 on h was killed"):
+            zero.decide("save", 0, len)
+        one.cancel()
+        with pytest.raises(RankTimeout):
+            other.result()
 
 
 def test_a_lost_store_is_an_error_of_its_own() -> None:
