@@ -222,6 +222,24 @@ def test_host_on_which_a_process_of_the_launcher_is_killed_is_named(
                                                          check=True).stdout.splitlines(), "the end of the ranks")
 
 
+@pytest.mark.parametrize("by", ["local", "agent"])
+def test_ranks_that_ignore_a_request_to_end_are_named_and_killed(
+        by: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("utils.tools.launch.ignored_stops.KILL_SECONDS", 3.0)  # of ranks of this process alone
+    stop = f"[ $RANK = 1 ] || sleep 1; [ $RANK = 1 ] || kill -TERM {os.getpid()}"
+    rank = "sh", "-c", f"trap '' TERM; {stop}; exec sleep 60"
+    started, options = time.monotonic(), {"command": rank, "python": sys.executable}
+    if by == "agent":
+        plan = make(job("pbs", (2,)), {**PBS, "PATH": os.environ["PATH"]}, launcher="ssh", **options)
+    else:
+        plan = make(None, {"PATH": os.environ["PATH"]}, ntasks=2, **options)
+    outcome = run(plan)
+    errors = capfd.readouterr().err
+    assert (outcome.status, outcome.kind) == (137, "stop") and time.monotonic() - started < 60, errors
+    assert "SIGTERM was passed on, but rank" in errors and "will be killed in" in errors, errors
+    assert errors.splitlines()[-1].startswith("ddpkit launch: error: SIGTERM: ddpkit launch has received it"), errors
+
+
 def test_rank_that_ends_while_others_are_looked_at_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch waited for ever where a rank ended between two steps of its loop."""
     ended = Processes.ended

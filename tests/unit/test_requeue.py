@@ -35,10 +35,12 @@ def shows(ending: str) -> str:
     (RESTARTED, "exit 0", False, SHOW, "restarted 5 times, and the limit is 5"),
     ({**SLURM, "DDPKIT_CHAIN": "21"}, "exit 0", False, "", "job 21 is not put back .* it belongs to a chain"),
     ({**SLURM, "DDPKIT_CHAIN": "20"}, "exit 0", True, REQUEUE, ""),  # a job of a chain has submitted this one
+    ({**SLURM, "DDPKIT_STOP_FILE": __file__}, "exit 0", False, "", "not put back .*: ddpkit submit stop ends it"),
+    ({**SLURM, "DDPKIT_STOP_FILE": "/nonexistent"}, "exit 0", True, REQUEUE, ""),
     ({}, "exit 0", False, "", ""),
     ({"PBS_JOBID": "12.server"}, "exit 0", False, "", "")],
     ids=["works", "works with SIGTERM", "array element", "scancel", "scontrol requeue", "time limit", "preempted",
-         "refused", "limit of restarts", "chain", "submitted in a chain", "no job", "PBS"])
+         "refused", "limit of restarts", "chain", "submitted in a chain", "submit stop", "no stop", "no job", "PBS"])
 def test_requeue(environ: dict[str, str], scontrol: str, requeued: bool, arguments: str, message: str, tmp_path: Path,
                  monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     program, called = tmp_path / "scontrol", tmp_path / "arguments"

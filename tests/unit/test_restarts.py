@@ -102,7 +102,7 @@ def test_spare_hosts_take_the_places_of_failed_and_of_listed_ones(tmp_path: Path
     assert hosts_of(plan) == ("n2 n3", "n4") and "; spare: n4" in next(describe(plan))
     assert "--nodelist=n2,n3" in line(plan) and "--overlap" not in line(plan)
     assert "--overlap" in line(slurm(ranks=ranks, spare=2, without=("n1",), restarted=True)())
-    assert hosts_of(slurm(ranks=ranks, spare=1, nodes=3)()) == ("n1 n2", "n3")
+    assert hosts_of(slurm(ranks=ranks, spare=1, nodes=2)()) == ("n1 n2", "n3")  # as submit run
     assert hosts_of(slurm(ranks=ranks, spare=1, ntasks=3)())[0] == "n1 n2 n3"
     listed = tmp_path / "bad hosts"
     exclude_file.add(listed, {"n2": "", "n1": "", "n3": ""})
@@ -117,6 +117,7 @@ def test_spare_hosts_take_the_places_of_failed_and_of_listed_ones(tmp_path: Path
     ((2, 2), {"spare": 2}, "--spare is 2, but Slurm job 7 has only 2 hosts for ranks"),
     ((2, 2), {"spare": -1}, "--spare is -1"), ((2, 1), {"spare": 1}, "hosts that can replace each other"),
     ((2, 2), {"spare": 1, "without": ("n1", "n2")}, "n1, n2 must be left out, and only 0 of the 1 hosts"),
+    ((2, 2), {"spare": 1, "nodes": 2}, "--nodes is 2. Expected 1 to 1 with --spare 1"),
     ((2, 2), {"spare": 1, "launcher": "local"}, "on this host alone")])
 def test_spares_that_cannot_be(ranks: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):

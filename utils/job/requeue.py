@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from ..log import get_logger
 from . import current_job, exclude_file, slurm_exclusion
 from .commands import SchedulerError, run_command
-from .notation import parse_number
+from .notation import STOP_FILE, parse_number
 from .slurm_job import Fields, records, unique_job_id
 
 CHAIN_VARIABLE = "DDPKIT_CHAIN"  # in a job of a chain: its id
@@ -39,7 +39,8 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
 
     Only rank 0 calls it, after all ranks have saved. After True, Slurm ends this run in a moment.
     False outside of Slurm, since PBS lets only operators requeue; in a chain, since its next job
-    continues; and where the kit or Slurm refuses, with the reason logged.
+    continues; after `ddpkit submit stop`, which ends the job; and where the kit or Slurm refuses,
+    with the reason logged.
 
     The requeued job avoids the hosts that the file DDPKIT_EXCLUDE_FILE lists.
 
@@ -53,6 +54,9 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
         job_id = unique_job_id(environ)
         if environ.get(CHAIN_VARIABLE) == environ.get("SLURM_JOB_ID"):
             _log.info("job %s is not put back into the queue: it belongs to a chain", job_id)
+            return False
+        if os.path.exists(environ.get(STOP_FILE, "")):
+            _log.info("job %s is not put back into the queue: ddpkit submit stop ends it", job_id)
             return False
         restarts = parse_number(environ.get("SLURM_RESTART_COUNT", "")) or 0
         [job, *_] = records(run_command(["scontrol", "show", "job", job_id])) or [{}]

@@ -19,6 +19,7 @@ from .child_processes import Processes
 from .event_loop import EventLoop
 from .host_ranks import start_on_host
 from .host_readiness import ReservedPort, problem_with
+from .ignored_stops import IgnoredStops
 from .launch_connection import connect, secret_of_ranks
 from .nested import GroupWatch
 from .rank_environment import rank_environment
@@ -58,6 +59,12 @@ class Agent:
             with Processes(self._order["launch_id"]) as processes:
                 self._start(processes, self._order)
                 watch = GroupWatch(self._order["launch_id"], self._order["watched_ranks"])
+                self._ignored = IgnoredStops(
+                    lambda pids: self._send(
+                        {"kind": "ignored", "processes": [processes.indices[pid] for pid in pids]}
+                    ),
+                    lambda pids: processes.end(time.monotonic(), 0.0),
+                )
                 while processes.running:
                     self._step(processes, watch)
                 if watch.ended_without_group():
@@ -103,12 +110,14 @@ class Agent:
         now = time.monotonic()
         for message in watch.messages(now):
             self._send(message)
-        self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held())
+        stop = self._ignored.check(processes.indices, now)
+        self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held(), stop)
         self._loop.take_signals()  # ddpkit launch passes each stop on
         if self._end_requested or self._connection.closed:
             processes.end(time.monotonic())
         for number, to_workers in self._stops:
             processes.stop(number, to_workers=to_workers)
+            self._ignored.signalled(number, time.monotonic())
         self._stops.clear()
         for index, status in processes.ended():
             self._send({"kind": "exit", "process": index, "status": status})

@@ -110,6 +110,11 @@ class Processes:
         """Whether a process runs, or the end of one was not yet returned by ended()."""
         return bool(self._running or self._unstarted)
 
+    @property
+    def indices(self) -> dict[int, int]:
+        """The process ids of those that run, and their indices."""
+        return dict(self._running)
+
     def ended(self) -> list[tuple[int, int]]:
         """Return (index, exit status) of those that ended since the last call.
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 
 from ...channel import Channel, Message
 from ...host import network
+from ...job.notation import same_host
 from ...launch_report import VARIABLE
 from . import agent
 from .bootstrap import module_command
@@ -241,6 +242,9 @@ class Coordinator(LaunchServer):
             self._note_exit(index, message["process"], message["status"])
         elif kind == "done":
             self._done.add(index)
+        elif kind == "ignored":
+            first = self._plan.first_rank(index)
+            self.note_ignored([first + process for process in message["processes"]])
         elif text := note_groups(message, self._plan, self._result, of_rank_0=index == 0):
             self._result.fail(text, time.monotonic())
 
@@ -293,7 +297,8 @@ class Coordinator(LaunchServer):
         first = self._notices.first_cause
         if first is not None and now > self._end_sent_at + _LOST_SECONDS:
             for index, peer in self.clients.items():
-                if self._plan.hosts[index] == first.host and peer.is_unacknowledged():
+                of_first = first.host and same_host(self._plan.hosts[index], first.host)
+                if of_first and peer.is_unacknowledged():
                     self._note_lost(index, host_lost=True)
         # Agents that have not connected are ended together with what starts them.
         late = now > self._end_sent_at + END_SECONDS

@@ -157,6 +157,8 @@ class JoinServer(LaunchServer):
             )
             if (host, pid) != (socket.gethostname(), self.command_pid):
                 self.orphaned[host] = text
+        if message["kind"] == "ignored":
+            self.note_ignored([index])
         if message["kind"] == "exit":
             self._rank_ended(index, message["status"])
 

@@ -14,16 +14,19 @@ from typing import NamedTuple
 from ... import channel
 from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...host import network
+from ...host.cores import name_ranks
 from ...launch_error import LaunchError
 from ...launch_report import VARIABLE, Failure
 from .child_processes import Processes
 from .event_loop import EventLoop
+from .ignored_stops import describe
 from .launch_plan import Plan
-from .launch_result import LaunchResult
+from .launch_result import LaunchResult, print_status
 
 LOST_SECONDS = 30  # without any TCP response from the other host
 CONNECT_SECONDS = 60.0
 REFUSED_SECONDS = 5.0
+_IGNORED_SECONDS = 0.5  # from the first rank that ignores a stop to the line about all of them
 
 
 def secret_of_ranks(launch_secret: str) -> str:
@@ -163,7 +166,17 @@ class LaunchServer(PeerServer):
         self.clients: dict[int, Channel] = {}
         self._indices: dict[Channel, int] = {}
         self._notices = notices
+        self._ignoring: set[int] = set()  # ranks that ignore a stop
         super().__init__(notices.listener, loop, notices.secret, notices.peers)
+
+    def note_ignored(self, ranks: Collection[int]) -> None:
+        """Print which ranks ignore a stop, those that report it soon in one line."""
+        if not self._ignoring:
+            self._loop.after(_IGNORED_SECONDS, self._print_ignored)
+        self._ignoring |= set(ranks)
+
+    def _print_ignored(self) -> None:
+        print_status(describe(name_ranks(self._ignoring)))
 
     def identify(self, peer: Channel, message: Message) -> int | None:
         """Return the index of the client with this first message; None to refuse it."""

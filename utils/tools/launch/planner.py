@@ -253,11 +253,13 @@ def _selected(options: Options, hosts: list[_Host]) -> list[_Host]:
     shown = ", ".join(host.name for host in hosts[:_SHOWN]) + ", ..." * (len(hosts) > _SHOWN)
     available = f"the {len(hosts)} hosts with ranks: {shown}"
     if options.nodes is not None:
-        if not 1 <= options.nodes <= len(hosts):
+        most = len(hosts) - options.spare
+        if not 1 <= options.nodes <= most:
+            spares = f" with --spare {options.spare}" * bool(options.spare)
             raise PlanError(
-                f"--nodes is {options.nodes}. Expected 1 to {len(hosts)}, out of {available}"
+                f"--nodes is {options.nodes}. Expected 1 to {most}{spares}, out of {available}"
             )
-        return hosts[: options.nodes]
+        return hosts[: options.nodes + options.spare]
 
     try:
         names = expand_hostlist(options.nodelist or "")

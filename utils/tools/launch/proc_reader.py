@@ -31,6 +31,11 @@ def uses_tcp_port(port: int, pid: int | str = "self") -> bool:
     return any(b":%04X " % port in table for table in tables)
 
 
+def ignores_signal(pid: int, number: int) -> bool:
+    """Return whether a process ignores a signal; false without /proc."""
+    return bool(int(process.status(pid).get("SigIgn", "0"), 16) >> (number - 1) & 1)
+
+
 def awaits_signal(pid: int, number: int) -> bool:
     """Return whether a process handles a signal, or blocks it to wait for it; true without /proc.
 

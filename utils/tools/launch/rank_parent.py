@@ -22,6 +22,7 @@ from ...host import process
 from . import proc_reader
 from .child_processes import HANDLER_SECONDS, HELD
 from .event_loop import STOP_SIGNALS
+from .ignored_stops import IgnoredStops
 from .nested import LONGEST_SECONDS, GroupWatch
 
 _ORPHAN_SECONDS = 1.0  # for a rank to end by itself, once launcher and launch are gone
@@ -82,9 +83,13 @@ class RankParent:
         self._next_look = 0.0
         self._kill_at = math.inf
         self.status: int | None = None
-        if forwards:
-            for number in STOP_SIGNALS:
-                signal.signal(number, lambda received, _: self._signal(received))
+        self._forwards = forwards
+        self._ignored = IgnoredStops(
+            lambda _: peer.send({"kind": "ignored"}),
+            lambda pids: process.kill(pids, process.session(pid)),
+        )
+        for number in STOP_SIGNALS if forwards else (signal.SIGTERM,):
+            signal.signal(number, lambda received, _: self._note_stop(received))
 
     def run(self) -> None:
         """Return when the rank has ended, and its launch knows it."""
@@ -103,7 +108,8 @@ class RankParent:
             for message in self._watch.messages(now):
                 self._peer.send(message)
             seconds = self._watch.next_look or LONGEST_SECONDS
-            loop.run_once(seconds, self._report_handlers(now), self._seconds_to_kill(now))
+            stop = self._ignored.check([self._pid], now)
+            loop.run_once(seconds, self._report_handlers(now), self._seconds_to_kill(now), stop)
         signal.set_wakeup_fd(-1)
         self._peer.detach()
         if self._watch.ended_without_group():
@@ -149,9 +155,12 @@ class RankParent:
             self._next_look = now + max(HANDLER_SECONDS, (now - self._started) / 20)
         return self._next_look - now
 
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, number)
+    def _note_stop(self, number: int) -> None:
+        """Note a signal of the launcher, and pass it on where the rank has not got it."""
+        self._ignored.signalled(number, time.monotonic())
+        if self._forwards:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, number)
 
 
 def _drain(descriptor: int) -> None:

@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 
+from ...host.cores import name_ranks
 from ...job import exclude_file
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .host_ranks import host_processes, signals_workers, start_on_host
 from .host_readiness import ReservedPort
+from .ignored_stops import IgnoredStops, describe
 from .launch_connection import Launch, LaunchServer, RankNotices
 from .launch_plan import Plan
-from .launch_result import Ended, LaunchResult
+from .launch_result import Ended, LaunchResult, print_status
 from .nested import GroupWatch, note_groups
 from .outcome import Outcome
 from .rank_output import Outputs, labelled, write_output
@@ -138,6 +140,12 @@ def _run_local(launch: Launch) -> None:
             stdin=0 if plan.options.input else b"",
         )
         watch = GroupWatch(launch.id, plan.ranks[0] if plan.is_watched else 0)
+        ignored = IgnoredStops(
+            lambda pids: print_status(
+                describe(name_ranks([processes.indices[pid] for pid in pids]))
+            ),
+            lambda pids: processes.end(time.monotonic(), 0.0),
+        )
         while processes.running:
             now = time.monotonic()
             # First: whatever ends from now on wakes the loop.
@@ -151,16 +159,20 @@ def _run_local(launch: Launch) -> None:
                     result.end_now(number, now)
                 else:
                     processes.stop(number, to_workers=signals_workers(plan, number))
+                    ignored.signalled(number, now)
             for message in watch.messages(now):
                 if text := note_groups(message, plan, result, of_rank_0=True):
                     result.fail(text, now)
             due = None if result.end_at is None else max(0.0, result.end_at - now)
             if due == 0.0:
                 processes.end(now)
-                due = processes.kill_late(now)
+            stop = ignored.check(processes.indices, now)
+            late = processes.kill_late(now)
+            if late is not None:
+                due = late
             if processes.running:
                 partial = outputs.flush_partial_lines() if outputs else None
-                loop.run_once(due, watch.next_look, processes.pass_on_held(), partial)
+                loop.run_once(due, watch.next_look, processes.pass_on_held(), partial, stop)
         if watch.ended_without_group():
             note_groups({"kind": "copies", "running": False}, plan, result, of_rank_0=True)
         if outputs is not None:

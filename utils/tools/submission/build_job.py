@@ -65,6 +65,8 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
 
     Raises JobError and UsageError for values that cannot be used.
     """
+    if args.spare < 0:
+        raise UsageError(f"--spare is {args.spare}. Expected 0 or more")
     command = _command(args)
     gpus = profile.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node
     requested_ranks = _ranks_per_node(args)
