@@ -19,6 +19,7 @@ import functools
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -213,7 +214,7 @@ def setup_distributed(
     where torch is older than 2.8.
     ValueError for a bad argument, RuntimeError when torch.distributed is initialised already.
     """
-    hang_seconds = _hang_timeout(hang_timeout)
+    hang_seconds = hang_timeout_of(hang_timeout)
     _check_arguments(backend, timeout, collective_timeout, bind)
     began, imports = time.monotonic(), process.age()
     deadline = began + timeout
@@ -245,7 +246,8 @@ def setup_distributed(
     if monitor and effects.may_have("monitor"):
         # srun, Hydra and torchrun leave a rank that does not respond running when another fails.
         ends_itself = LAUNCH_RANK not in detection.environ
-        _watch_collectives(job, monitor, hang_seconds, ends_itself=ends_itself)
+        place = Watched(job.rank, job.world_size, job.backend, lambda: job._reported_progress)
+        watch_collectives(place, monitor, hang_seconds, ends_itself=ends_itself)
     if job.world_size > 1 and effects.may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
@@ -278,7 +280,7 @@ def _check_arguments(
         )
 
 
-def _hang_timeout(hang_timeout: float | str | None) -> float | str:
+def hang_timeout_of(hang_timeout: float | str | None) -> float | str:
     """Return the seconds of hang_timeout, "auto", or 0 for none."""
     name, value = "hang_timeout", hang_timeout
     if os.environ.get(effects.HANG_TIMEOUT):
@@ -303,6 +305,7 @@ def _check_process(hang_timeout: float | str) -> None:
             "example with pip install 'torch>=2.8', or load a newer PyTorch module"
         )
     effects.check_effects()
+    effects.notice_after()
     if hang_timeout not in (0, "auto") and not effects.may_have("monitor"):
         raise LaunchError(
             "hang_timeout is set, but DDPKIT_WITHOUT names the monitor, which finds hangs. "
@@ -422,7 +425,9 @@ def connect_ranks(
 
             log = stack.enter_context(log_of_nccl())
         try:
-            dist.init_process_group(
+            start = dist.init_process_group
+            start = getattr(start, "without_watch", start)  # see tools/launch/rank_site
+            start(
                 chosen.backend,
                 # Separates the keys from those of a library that initialises by env://.
                 store=PrefixStore("ddpkit/group", store),
@@ -489,8 +494,17 @@ def start_times(imports: float, exchange: float, process_group: float) -> StartT
 # What follows the start --------------------------------------------------------------------------
 
 
-def _watch_collectives(
-    job: Distributed, monitor: Monitor, hang_timeout: float | str, *, ends_itself: bool
+class Watched(NamedTuple):
+    """A rank whose collectives are watched. reported: a number that grows with its progress."""
+
+    rank: int
+    world_size: int
+    backend: str
+    reported: Callable[[], int] = lambda: 0
+
+
+def watch_collectives(
+    job: Watched, monitor: Monitor, hang_timeout: float | str, *, ends_itself: bool
 ) -> None:
     """Let the monitor see this rank's collectives, and end a job that hangs."""
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
@@ -510,7 +524,7 @@ def _watch_collectives(
     monitor.own = OwnRank(
         entered_collectives,
         read_collectives,
-        progress=lambda: total_collectives() + job._reported_progress,
+        progress=lambda: total_collectives() + job.reported(),
         write_report=write_report,
     )
 

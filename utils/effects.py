@@ -10,6 +10,7 @@ import os
 from .launch_error import LaunchError
 
 HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds, "auto", or "0" for none
+NOTICE_AFTER = "DDPKIT_NOTICE_AFTER"  # seconds without progress until a line says so; "0": never
 STAGED = "DDPKIT_STAGED"  # "2.1+0.8": seconds of --stage, before this process and in it
 _WITHOUT = "DDPKIT_WITHOUT"
 _EFFECTS = ("variables", "monitor", "excepthook", "atexit", "faulthandler")
@@ -30,6 +31,21 @@ def check_effects() -> None:
             f"{_WITHOUT} is {os.environ[_WITHOUT]}; expected some of {', '.join(_EFFECTS)}. "
             f"Leave out {', '.join(sorted(unknown))}"
         )
+
+
+def notice_after() -> float:
+    """Return the seconds without progress after which a line says where the ranks wait; 0: never.
+
+    Raises LaunchError for a value that is no number.
+    """
+    text = os.environ.get(NOTICE_AFTER, "120")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise LaunchError(f"{NOTICE_AFTER} is {text!r}; expected seconds, or 0 for never")
+    return seconds
 
 
 def _unwanted() -> list[str]:

@@ -65,6 +65,7 @@ class Failure(NamedTuple):
 
 
 _NONE = Failure("", "")
+EARLY = "failed early"  # before the group: reports of other ranks may know more
 
 
 def parse_address(value: str) -> tuple[list[str], int, str]:
@@ -100,7 +101,7 @@ def report_first_cause(
 
 
 def send(what: str, environ: Mapping[str, str], failure: Failure = _NONE) -> bool:
-    """Send "saved", "failed" or "checkpoint"; return whether launch.py has it.
+    """Send "saved", "failed", EARLY or "checkpoint"; return whether launch.py has it.
 
     This process may end in a moment.
     """

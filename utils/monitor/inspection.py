@@ -45,6 +45,7 @@ class Inspection:
         self._monitor, self._decisions = monitor, monitor.decisions
         self._next_beat = time.monotonic()
         self._since: float | None = None  # when the positions were requested
+        self._is_pause = False  # for a line about a pause, which ends nothing
         self._positions_at_hang: dict[int, Position] = {}  # these show a hang
         self._states: dict[int, ProcessState] = {}  # of ranks that do not respond
 
@@ -172,8 +173,10 @@ class Inspection:
         """Request all positions when no rank makes progress, and find the cause."""
         decisions = self._decisions
         if self._since is None:
-            if not watch.is_due():
+            is_due = watch.is_due()
+            if not is_due and not watch.pause_is_due():
                 return
+            self._is_pause = not is_due
             self._request_again(now)
         self._monitor.carry_out(decisions.request_positions(ends=bool(self._positions_at_hang)))
         running = decisions.running()
@@ -192,6 +195,14 @@ class Inspection:
             self._conclude(watch, running, departed)
             return
         positions, hosts = decisions.positions, decisions.hosts
+        if self._is_pause:
+            here = {rank: hosts[rank] for rank in running}
+            text = watch.describe_pause(positions, here)
+            if text and not departed:
+                sys.stderr.write(f"{text}\n")
+                sys.stderr.flush()
+            self._since, decisions.positions_requested = None, False
+            return
         cause = watch.find_cause(positions, hosts, departed, self._states)
         sys.stderr.write(watch.notice)
         sys.stderr.flush()

@@ -66,6 +66,7 @@ class HangWatch:
         recorded: bool = False,
         before_torch: bool = False,
         ends_itself: bool = False,
+        notice_after: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start to watch.
@@ -74,6 +75,7 @@ class HangWatch:
         in. Ranks that have entered fewer then need not be late: gloo counts sends and receives.
         before_torch: limit_seconds is time_before(): only what torch would end soon is a hang.
         ends_itself: a rank that holds the GIL for too long ends: no launcher need do that.
+        notice_after: seconds without progress until a line says where ranks wait; 0: never.
         """
         self._recorded, self.before_torch = recorded, before_torch
         self.ends_itself = ends_itself
@@ -90,6 +92,8 @@ class HangWatch:
         self._first_time = 0.0
         self._busy: dict[int, str] = {}  # ranks and what they work with
         self._silent: dict[int, tuple[str, bool]] = {}  # state of these ranks; whether busy
+        self._notice_after = notice_after
+        self._pauses_told = 0  # lines about this pause so far
         self._noticed = False
         self.notice = ""  # that a rank is busy: to be printed once
         self.reachable: set[int] = set()  # ranks whose hosts acknowledge what is sent to them
@@ -113,6 +117,24 @@ class HangWatch:
             return stalled >= self.limit / 2
         since_first = self._clock() - self._first_time
         return stalled >= self.limit and since_first >= self.limit / 2
+
+    def pause_is_due(self) -> bool:
+        """Whether the positions should be requested for a line about a pause, not for its end."""
+        times = (self._notice_after, 5 * self._notice_after)
+        told = self._pauses_told
+        is_on = self._notice_after > 0 and told < len(times)
+        return is_on and self.seconds_without_progress() >= times[told]
+
+    def describe_pause(self, positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
+        """Return a line about ranks that wait for others; "" where none waits. Once for a pause."""
+        self._pauses_told += 1
+        running = sorted(hosts)
+        if not waits(positions, running):
+            return ""
+        seconds = self.seconds_without_progress()
+        since = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        missing = self._describe_silent(unreported(positions, running), hosts)
+        return f"no progress for {since}: {describe(positions, hosts, running, missing)}"
 
     def silent(self, rank: int) -> bool:
         """Whether a rank has sent no heartbeat for half the limit."""
@@ -264,6 +286,7 @@ class HangWatch:
         self._last_progress = self._clock()
         self._first = {}
         self._noticed = False
+        self._pauses_told = 0
 
     def _describe_silent(self, missing: list[int], hosts: Mapping[int, str]) -> dict[int, str]:
         """Return what is known of the ranks that do not respond."""

@@ -68,18 +68,28 @@ class Shutdown:
     """The end of one rank: orderly, or with a report of the first failure."""
 
     def __init__(
-        self, rank: int, world_size: int, backend: str, store: Store, monitor: Monitor | None
+        self,
+        rank: int,
+        world_size: int,
+        backend: str,
+        store: Store,
+        monitor: Monitor | None,
+        *,
+        owns_group: bool = True,
     ) -> None:
         """Prepare the end.
 
         store: shared by all ranks. monitor: of the connections to the other ranks; None where
-        there are none.
+        there are none. owns_group: whether the end destroys the process group.
         """
         self.store = store
+        self._owns_group = owns_group
         self._monitor = monitor
         self._rank, self._world_size, self._backend = rank, world_size, backend
         self._this_rank = f"rank {rank} on {socket.gethostname()}"
         self._closed = False
+        self._hook: Callable[..., None] | None = None
+        self._previous_hook = sys.excepthook
 
     def register_hooks(self) -> None:
         """Report also what ends a program without a with statement: exceptions and sys.exit()."""
@@ -92,12 +102,18 @@ class Shutdown:
         def hook(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            if not self._closed:
-                self.report(error)
+            self.report(error)
             if not getattr(error, _REPORTED, False):
                 previous(kind, error, trace)
 
+        self._hook, self._previous_hook = hook, previous
         sys.excepthook = hook
+
+    def _remove_hooks(self) -> None:
+        """Take the hooks back, as far as nobody has added others since."""
+        atexit.unregister(self._at_exit)
+        if self._hook is not None and sys.excepthook is self._hook:
+            sys.excepthook = self._previous_hook
 
     def exit(self, error: BaseException | None) -> None:
         """Leave the with statement: report `error`, if there is one, and close."""
@@ -119,6 +135,10 @@ class Shutdown:
             return
         self._closed = True
         self._leave(self._departure(how), how)
+        if not self._owns_group:
+            self.store = HashStore()  # a group of this process may begin a store at the same port
+            self._remove_hooks()
+            return
         if orderly and self._backend != "gloo" and self._world_size > 1:
             self._wait_for_all()
 
@@ -134,13 +154,13 @@ class Shutdown:
 
         gloo.wait_for_threads()
 
-    def report(self, error: BaseException) -> None:
-        """Print why this rank stops, once, and report it to the other ranks.
+    def report(self, error: BaseException) -> bool:
+        """Print why this rank stops, once, and report it to the other ranks; return whether it did.
 
         The connections are still open: no other rank has noticed yet, so a traceback comes first.
         """
-        if _is_orderly(error) or getattr(error, _REPORTED, False):
-            return
+        if self._closed or _is_orderly(error) or getattr(error, _REPORTED, False):
+            return False
         with contextlib.suppress(AttributeError):  # an exception class with __slots__
             setattr(error, _REPORTED, True)
 
@@ -185,6 +205,7 @@ class Shutdown:
         elif first:
             report_first_cause(first, prints=first.rank == self._rank)
         self._leave(failure if is_root_cause else None)
+        return True
 
     def _first_cause(self, kind: str, failure: Failure, place: str) -> Failure | None:
         """Return what failed first; None where no rank knows.

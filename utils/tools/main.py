@@ -28,6 +28,10 @@ COMMANDS = {
     "launch": Command(
         "start a training script on every GPU of every host of this job", "launch.launch_cli"
     ),
+    "watch": Command(
+        "watch ranks that srun, mpiexec or torchrun starts: who fails, who hangs and where",
+        "launch.watch_cli",
+    ),
     "submit": Command(
         "submit a training script as a Slurm or PBS job, and query submitted jobs",
         "submission.submit_cli",

@@ -14,6 +14,7 @@ import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
+from ... import effects
 from ...effects import HANG_TIMEOUT
 from ...host.gpus import count_gpus, gpu_vendor
 from ...job.commands import SchedulerError
@@ -85,6 +86,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--python", metavar="PATH", help=python)
     hang = "end a job that makes no progress for so long, and say why; 0: leave it to torch"
     add("--hang-timeout", type=float, metavar="SECONDS", help=hang)
+    watch = "do not watch scripts that do not call setup_distributed()"
+    add("--no-watch", action="store_false", dest="watch", help=watch)
     add("--dry-run", action="store_true", help="print the exact commands and start nothing")
 
     add = parser.add_argument_group("packages on the disk of each node").add_argument
@@ -328,6 +331,7 @@ def _planner(args: argparse.Namespace) -> Callable[[tuple[str, ...]], Plan]:
     args.output_dir = os.path.abspath(args.output_dir) if args.output_dir else ""
     args.input, args.input_waits = _own_input()
     args.without, args.restarted = (), False
+    args.watch = args.watch and effects.may_have("monitor") and not args.independent
     options = Options(*(getattr(args, name) for name in Options._fields))
     environ = _environment(args)
     allocation = current_allocation(environ)

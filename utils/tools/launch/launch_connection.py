@@ -16,7 +16,7 @@ from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...host import network
 from ...host.cores import name_ranks
 from ...launch_error import LaunchError
-from ...launch_report import VARIABLE, Failure
+from ...launch_report import EARLY, VARIABLE, Failure
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .ignored_stops import describe
@@ -132,7 +132,7 @@ class RankNotices:
             self.saved_at = self.saved_at or time.monotonic()
         elif message["what"] == "checkpoint":
             self.checkpoint = max(int(message["text"]), self.checkpoint or 0)
-        else:
+        elif message["what"] != EARLY or self.first_cause is None:
             self.failed_at = self.failed_at or time.monotonic()
             known, fields = self.first_cause, {**message, "kind": message["about"]}
             first = Failure(**{name: fields[name] for name in Failure._fields})

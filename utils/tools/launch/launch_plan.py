@@ -35,6 +35,7 @@ class Options(NamedTuple):
     independent: bool = False  # ranks need not form one process group
     input: bool = False  # rank 0 reads our standard input, which is a file or pipe
     input_waits: bool = False  # it holds bytes that can be read
+    watch: bool = False  # also ranks whose script does not call setup_distributed()
 
 
 class Mpiexec(NamedTuple):

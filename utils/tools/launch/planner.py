@@ -17,7 +17,7 @@ from ..schedulers.allocation import Allocation
 from .launch_plan import HostInfo, Hosts, Options, Plan, PlanError, Request, index_of, job_name
 from .methods import NAMES, choose
 from .methods.srun import for_part_of_job
-from .rank_environment import clean, threads_per_rank
+from .rank_environment import clean, threads_per_rank, watched
 
 _SHOWN = 8  # hosts in a message
 
@@ -72,7 +72,7 @@ def make_plan(
             for ranks, cores in zip(hosts.ranks, hosts.cores, strict=True)
         ),
         command=tuple(command),
-        environ=method.configure(request, clean(environ)),
+        environ=method.configure(request, watched(clean(environ), on=options.watch)),
         options=options,
         python=host_info.python,
         host=host_info.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, MutableMapping
 
 from ...host.masks import MASKS
@@ -34,6 +35,9 @@ _OF_HOST = {
     "XDG_SESSION_ID",
 }
 _OF_HOST_PREFIXES = ("SLINGSHOT_",)  # network keys that PALS gives to what it starts
+WATCH, WATCHED = "DDPKIT_WATCH", "DDPKIT_WATCHED"  # see rank_site/sitecustomize.py
+RANK_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_site")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _SENT_IF_MISSING = {"TMPDIR", "CUDA_DEVICE_ORDER", "PBS_MOMPORT"}
 
 
@@ -43,6 +47,23 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         dropped |= set(RANK_VARIABLES)  # an address without a rank may be the user's choice
     return {name: value for name, value in environ.items() if name not in dropped}
+
+
+def watched(environ: Mapping[str, str], *, on: bool = True) -> dict[str, str]:
+    """Return the environment of ranks that are watched whatever they run; see rank_site.
+
+    on: False leaves out what a watch around this process has set.
+    """
+    found = {name: value for name, value in environ.items() if name not in (WATCH, WATCHED)}
+    folders = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
+    folders = [path for path in folders if os.path.abspath(path) != RANK_SITE]
+    if on:
+        found[WATCH] = _PACKAGE
+        folders.insert(0, RANK_SITE)
+    found.pop("PYTHONPATH", None)
+    if folders:
+        found["PYTHONPATH"] = os.pathsep.join(folders)
+    return found
 
 
 def rank_variables(

@@ -1,0 +1,132 @@
+"""Scripts that have never heard of the kit are watched: who fails, who hangs and where."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.programs import ROOT
+
+PLAIN = """
+import os, signal, sys, time, torch, torch.distributed as td
+
+def main(fault):
+    td.init_process_group("gloo")
+    rank, x = td.get_rank(), torch.ones(1)
+    for step in range(10):
+        td.all_reduce(x)
+        if step == 5 and rank == 1:
+            if fault == "raise":
+                raise ValueError("bad sample 17")
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "hang":
+                time.sleep(600)  # the line
+    print("sum", rank, x.item(), flush=True)
+    td.destroy_process_group()
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+LAUNCH = [sys.executable, str(ROOT / "scripts" / "launch.py")]
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+WATCH = [sys.executable, "-m", "utils", "watch", "--hang-timeout", "6"]
+RAISED = r"rank 1 on \S+ failed: ValueError: bad sample 17"
+HUNG = r"rank 1 on \S+ \(pid \d+\) did not enter collective 7, in which rank 0 waits. It is at .*, line 15, in main.*"
+
+
+def run(folder: Path, *words: str, script: str = PLAIN, **more: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("DDPKIT", "PYTHON"))}
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120,
+                          env={**clean, "PYTHONPATH": str(ROOT), **more})
+
+
+@pytest.mark.parametrize(("by", "fault", "last"), [
+    (("-n", "2"), "none", ""), (("-n", "2"), "raise", RAISED), (("-n", "2"), "hang", HUNG),
+    (("-n", "2"), "kill", r"(error: )?rank 1 .*was ended by SIGKILL.*"),
+    (("-n", "2", "--torchrun"), "raise", RAISED), (("-n", "2", "--torchrun"), "hang", HUNG)])
+def test_an_unchanged_script(by: tuple[str, ...], fault: str, last: str, tmp_path: Path) -> None:
+    done = run(tmp_path, *LAUNCH, *by, "--hang-timeout", "6", "train.py", fault)
+    assert (done.returncode == 0) == (not last), done.stderr
+    if last:
+        assert re.fullmatch(f"ddpkit launch: {last}", done.stderr.splitlines()[-1]), done.stderr
+    else:
+        assert done.stdout.splitlines().sort() == ["sum 0 1024.0", "sum 1 1024.0"].sort()
+        assert "2 ranks on 1 host are watched, backend gloo" in done.stderr, done.stderr
+    assert done.stderr.count("Traceback") == 2 * (fault == "raise") or fault in ("hang", "kill", "raise")
+
+
+def test_torchrun_with_a_watch_around_it(tmp_path: Path) -> None:
+    done = run(tmp_path, *WATCH, *TORCHRUN, "train.py", "hang")
+    assert done.returncode == 1 and re.search(f"^{HUNG}", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_a_pause_is_told_before_anything_ends(tmp_path: Path) -> None:
+    script = PLAIN.replace("time.sleep(600)", "time.sleep(8)")
+    words = [*LAUNCH, "-n", "2", "--hang-timeout", "60", "train.py", "hang"]
+    done = run(tmp_path, *words, script=script, DDPKIT_NOTICE_AFTER="2")
+    assert done.returncode == 0 and done.stderr.count("no progress for") == 1, done.stderr
+    told = r"^no progress for \d+ s: rank 1 on \S+ .*did not enter collective 7, .* line 15, in main"
+    assert re.search(told, done.stderr, re.MULTILINE), done.stderr
+
+
+LEFT_ALONE = """
+import os, sys, torch.distributed as td
+assert ("watched" in sys.modules.get("sitecustomize").__doc__) is False, "the environment's own one runs"
+td.init_process_group("gloo", init_method="tcp://127.0.0.1:" + str(29000 + os.getpid() % 1000), rank=0, world_size=1)
+td.barrier()
+td.destroy_process_group()
+print("alone", os.environ["RANK"], "_ddpkit_watch" in sys.modules, flush=True)
+"""
+
+
+def test_other_groups_are_left_alone_and_the_own_sitecustomize_runs(tmp_path: Path) -> None:
+    own = tmp_path / "site"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text('"""Of the environment."""\n')
+    done = run(tmp_path, *LAUNCH, "-n", "2", "train.py", script=LEFT_ALONE, PYTHONPATH=str(own))
+    assert done.returncode == 0 and "watched" not in done.stderr, done.stderr
+    assert sorted(done.stdout.split("\n"))[1:] == ["alone 0 False", "alone 1 False"]
+
+
+CHILDREN = """
+import json, os, subprocess, sys, torch, torch.distributed as td
+from torch.utils.data import DataLoader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): return os.environ["DDPKIT_WATCHED"].split()[0] == str(os.getpid())
+
+if __name__ == "__main__":
+    td.init_process_group("gloo")
+    loader = DataLoader(Data(), num_workers=1, multiprocessing_context="spawn", batch_size=None)
+    child = "import os, sys; print(os.environ['DDPKIT_WATCHED'].split()[0] == str(os.getpid()))"
+    started = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.strip()
+    for _ in range(2):  # a second group in the same process
+        td.all_reduce(torch.ones(1))
+        td.destroy_process_group()
+        td.init_process_group("gloo")
+    td.destroy_process_group()
+    print(json.dumps([list(map(bool, loader)), started]), flush=True)
+"""
+
+
+def test_only_the_rank_itself_is_watched_and_each_of_its_groups(tmp_path: Path) -> None:
+    done = run(tmp_path, *LAUNCH, "-n", "2", "train.py", script=CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == 2 * [[[False] * 4, "False"]]
+    assert done.stderr.count("are watched") == 3 and "not watched" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("off", [("--no-watch",), ("--independent",), ()], ids=["option", "independent", "variable"])
+def test_a_watch_can_be_switched_off(off: tuple[str, ...], tmp_path: Path) -> None:
+    more = {} if off else {"DDPKIT_WITHOUT": "monitor"}
+    script = "import os; print(os.environ.get('DDPKIT_WATCH'), os.environ.get('PYTHONPATH'))"
+    done = run(tmp_path, *LAUNCH, *off, "train.py", script=script, PYTHONPATH="", **more)
+    assert done.stdout.split() == ["None", "None"], done.stdout

@@ -1,0 +1,175 @@
+"""Let the kit watch a rank whatever program it runs: Python imports this file when it starts.
+
+`ddpkit launch` and `ddpkit watch` put this folder first in PYTHONPATH of the ranks. Where the
+process is a rank, and imports torch.distributed, each default process group is watched; see
+watched.py of the kit, which is loaded from the folder in WATCH, under a name of its own, so that a
+ddpkit of the script is another one. Python 3.6 can run this file, and no module is loaded in vain:
+every Python that a rank starts runs it, too.
+"""
+
+import os
+import sys
+
+WATCH = "DDPKIT_WATCH"  # the folder of the kit's package
+CLAIM = "DDPKIT_WATCHED"  # "PID RUN_ID/LOCAL_RANK": the process that is the rank, and not a child
+_MODULE = "torch.distributed.distributed_c10d"
+_PACKAGE = "_ddpkit_watch"
+_LONGEST_SECONDS = 5.0  # that the end of a rank waits for a watch that is being set up
+
+
+def _import_own():
+    """Import the sitecustomize of the environment, which this one has taken the place of."""
+    import importlib.machinery
+    import importlib.util
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+def _claim(environ):
+    """Return whether this process is a rank, and let the processes that it starts know that.
+
+    A worker of a DataLoader or a compiler is none; one that torchrun has started is.
+    """
+    run = environ.get("TORCHELASTIC_RUN_ID", "") + "/" + environ.get("LOCAL_RANK", "")
+    pid, _, its_run = environ.get(CLAIM, "").partition(" ")
+    is_rank = not pid or int(pid) == os.getpid() or (run != its_run and int(pid) == os.getppid())
+    if is_rank:
+        environ[CLAIM] = f"{os.getpid()} {run}"
+    return is_rank
+
+
+def _load(name):
+    """Return a module of the kit."""
+    import importlib.util
+
+    folder = os.environ[WATCH]
+    if _PACKAGE not in sys.modules:
+        path = os.path.join(folder, "__init__.py")
+        spec = importlib.util.spec_from_file_location(
+            _PACKAGE, path, submodule_search_locations=[folder]
+        )
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[_PACKAGE] = package
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"{_PACKAGE}.{name}")
+
+
+class _Finder:
+    """Wrap the module that starts process groups once it is imported."""
+
+    _is_searching = False
+
+    def find_spec(self, name, path, target=None):
+        if name != _MODULE or self._is_searching:
+            return None
+        import importlib.util
+
+        self._is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_searching = False
+        sys.meta_path.remove(self)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            _wrap(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+class _Watch:
+    """The watch of one default group, from init to destroy_process_group(), beside the training."""
+
+    def __init__(self, *group):
+        import threading
+
+        self._made = None
+        self._thread = threading.Thread(target=self._run, args=group, daemon=True)
+        self._thread.name = "ddpkit watch"
+        self._thread.start()
+
+    def _run(self, store, rank, world_size, backend):
+        try:
+            self._made = _load("watched").watch(store, rank, world_size, backend)
+        except Exception as error:  # the training goes on as without
+            if rank == 0:
+                text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                sys.stderr.write(f"ddpkit: the ranks are not watched ({text})\n")
+
+    def wait(self):
+        """Return what is watched, or None. A thread in native code must not outlive the process."""
+        self._thread.join(_LONGEST_SECONDS)
+        return self._made
+
+
+_current = []  # the watch of the default group, if there is one
+
+
+def _wrap(module):
+    """Watch each default group of this process."""
+    import atexit
+    import functools
+
+    start, end = module.init_process_group, module.destroy_process_group
+    atexit.register(lambda: _current and _current[0].wait())
+
+    @functools.wraps(start)
+    def init_process_group(*args, **kwargs):
+        result = start(*args, **kwargs)
+        if module.is_initialized() and module.get_world_size() > 1 and not _current:
+            place = module.get_rank(), module.get_world_size(), module.get_backend()
+            _current.append(_Watch(module._get_default_store(), *place))
+        return result
+
+    @functools.wraps(end)
+    def destroy_process_group(group=None):
+        if _current and (group is None or group is module.group.WORLD):
+            watched = _current.pop().wait()
+            if watched is not None:
+                watched.close()
+        return end(group)
+
+    # The kit's own groups have all this already.
+    init_process_group.without_watch = start
+    destroy_process_group.without_watch = end
+    module.init_process_group = init_process_group
+    module.destroy_process_group = destroy_process_group
+
+
+def _report_exceptions():
+    """Report also what ends a rank before its group is watched."""
+    previous = sys.excepthook
+
+    def hook(kind, error, trace):
+        watched = _current[0].wait() if _current else None
+        if watched is not None and watched.report(error):  # with the traceback
+            return
+        previous(kind, error, trace)
+        if watched is None and issubclass(kind, Exception) and os.environ.get("DDPKIT_REPORT"):
+            try:
+                _load("early_failure").report(error)
+            except Exception:  # the launch sees the exit status
+                pass
+
+    sys.excepthook = hook
+
+
+def _main():
+    if os.environ.get(WATCH) and _claim(os.environ):
+        sys.meta_path.insert(0, _Finder())
+        _report_exceptions()
+
+
+_main()
+_import_own()

@@ -1,0 +1,123 @@
+"""Watch a script that has never heard of the kit: who fails, who hangs and where.
+
+`ddpkit launch` and `ddpkit watch` load this in each rank once its process group is connected; see
+tools/launch/rank_site. It changes nothing that the script computes: the ranks exchange reports over
+the group's own store, and keep connections beside it, as after setup_distributed().
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from . import effects
+from .distributed import (
+    CHECK_TRAINING,
+    Watched,
+    hang_timeout_of,
+    report_rank,
+    watch_collectives,
+    watch_ranks,
+)
+from .host import device
+from .launchers.detect import find_launcher
+from .launchers.launcher import NameService, poll
+from .launchers.rank_variables import LAUNCH_RANK
+from .monitor.counts import entered_collectives
+from .monitor.shutdown import Shutdown
+from .startup.address import agree
+from .training_hooks import TrainingHooks
+
+_TIMEOUT_SECONDS = 60.0  # until a rank that does not take part is no longer waited for
+_groups = 0  # default groups of this process so far: the same number on all ranks
+
+
+class GroupStore(NameService):
+    """The store of a process group, as the name service of its ranks."""
+
+    is_private = False
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def publish(self, text: str, timeout: float) -> None:
+        self._store.set("address", text)
+
+    def look_up(self, timeout: float) -> str | None:
+        def published() -> str | None:
+            return self._store.get("address").decode() if self._store.check(["address"]) else None
+
+        return poll(published, timeout)
+
+
+class WatchedGroup:
+    """A process group that is watched. close(): this rank leaves it, and is not waited for."""
+
+    def __init__(self, shutdown: Shutdown, hooks: TrainingHooks | None) -> None:
+        self._shutdown, self._hooks = shutdown, hooks
+
+    def close(self) -> None:
+        self._shutdown.close()
+
+    def report(self, error: BaseException) -> bool:
+        """Report what ends this rank, and print its traceback; False where both were done."""
+        return self._shutdown.report(error)
+
+
+def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGroup | None:
+    """Watch the default group; None where its ranks are not those of the launch.
+
+    store: of the group, of which this rank gets a connection of its own. Called in a thread beside
+    the training. Raises LaunchError where the ranks cannot reach each other, or a check fails.
+    """
+    global _groups
+    _groups += 1
+    if not effects.may_have("monitor"):
+        return None
+    detection = find_launcher()
+    placement = detection.placement
+    if (placement.rank, placement.world_size) != (rank, world_size):
+        return None
+    if backend not in device.BACKENDS:  # of init_device_mesh(): "undefined", "cpu:gloo,cuda:nccl"
+        backend = device.choose_backend(None)
+    own = store.clone() if hasattr(store, "clone") else store
+    own = PrefixStore(f"ddpkit/watch/{_groups}", own)
+    report = report_rank(placement, backend, False)
+    rendezvous = agree(
+        placement,
+        report,
+        launcher=detection.launcher,
+        timeout=_TIMEOUT_SECONDS,
+        environ=detection.environ,
+        name_service=GroupStore(own),
+    )
+    monitor = watch_ranks(placement, report, rendezvous)
+    if monitor is None:
+        return None
+    monitor.own.entered_collectives = entered_collectives
+    if monitor.connected() is not None:  # a rank has ended; the training finds out, too
+        return None
+    shutdown = Shutdown(
+        rank, world_size, backend, PrefixStore("job", own), monitor, owns_group=False
+    )
+    shutdown.register_hooks()
+    ends_itself = LAUNCH_RANK not in detection.environ
+    if dist.is_initialized():
+        place = Watched(rank, world_size, backend)
+        watch_collectives(place, monitor, hang_timeout_of("auto"), ends_itself=ends_itself)
+    hooks = None
+    if os.environ.get(CHECK_TRAINING) == "1":  # what setup_distributed() does by default
+        hooks = TrainingHooks(rank, world_size, PrefixStore("training", own))
+    if rank == 0:
+        hosts = rendezvous.assignment["num_nodes"]
+        on = f"{hosts} host{'s' * (hosts > 1)}"
+        lines = [f"{world_size} ranks on {on} are watched, backend {backend}"]
+        if rendezvous.notes:
+            lines += [rendezvous.table, *rendezvous.notes]
+        # Standard output is the script's.
+        sys.stderr.write("".join(f"ddpkit: {line}\n" for line in lines))
+        sys.stderr.flush()
+    return WatchedGroup(shutdown, hooks)
