@@ -65,8 +65,11 @@ def test_changed_packages_are_another_copy(shared: Shared) -> None:
 def test_the_exit_status_is_that_of_the_rank(shared: Shared) -> None:
     ranks, _ = shared.launch(status=7, program=(str(shared.folder / "program.py"), sys.executable, "7"))
     assert ranks
-    _, output = shared.launch(status=127, program=("no-such-program",))
-    assert "no-such-program could not be started" in output
+    broken = shared.folder / "broken"
+    broken.write_text("#!/no-such-shell\n")
+    broken.chmod(0o755)
+    _, output = shared.launch(status=127, program=(str(broken),))
+    assert "broken could not be started" in output
 
 
 def test_a_program_that_the_python_runs_uses_the_copy(shared: Shared) -> None:

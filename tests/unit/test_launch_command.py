@@ -40,6 +40,13 @@ def folder(tmp_path: Path) -> Path:
     return package.parent
 
 
+@pytest.fixture
+def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program uv on PATH."""
+    (tmp_path / "uv").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{tmp_path}")
+
+
 def test_lines_of_ranks_do_not_mix(tmp_path: Path) -> None:
     """Ranks run `python -u`, which writes each part of a print() by itself."""
     (tmp_path / "train.py").write_text(
@@ -86,11 +93,23 @@ def test_rank_0_alone_reads_standard_input(tmp_path: Path, script: str, expected
     (["/opt/bin/mpiexec.hydra", "-n", "2", "x"], "is mpiexec.hydra.* ddpkit launch --launcher mpiexec train.py"),
     (["torchrun", "x.py"], "the command is torchrun.* as in ddpkit launch --torchrun train.py"),
     (["-m", "torch.distributed.run", "x.py"], "the command runs torch.distributed.run.* ddpkit launch --torchrun"),
-    (["--launcher", "/no/mpiexec", "x"],
+    (["--launcher", "/no/mpiexec", "true"],
      "--launcher is /no/mpiexec, which does not exist. Expected the path of an mpiexec"),
-    (["--launcher", "/bin/true", "x"],
+    (["--launcher", "/bin/true", "true"],
      "--launcher is /bin/true, which is not an mpiexec of PALS, Open MPI, Intel MPI, MPICH"),
-    (["missing.py"], r"no such file: missing.py \(in"),
+    (["missing.py"], r"no such file: missing.py \(in .*\). Check the path of the script\n"),
+    (["start.py"], r"no such file: start.py \(in .*\). Did you mean starts.py[?]\n"),
+    (["-n", "2", "starts"], "error: no such program: starts. Did you mean starts.py[?]\n"),
+    (["-n", "2", "./exp"], r"error: no such program: ./exp \(in .*\). Check the path\n"),
+    (["./package"], "error: ./package is a folder. Expected a script or a program"),
+    (["./data"], "error: ./data is not executable. .* Run chmod [+]x ./data"),
+    (["data"], "error: no such program: data: .* Did you mean ./data[?]"),
+    (["no-such-program"], "error: no such program: no-such-program. It is not on PATH"),
+    *((["-n", "2", *words], f"error: -m takes a module, such as {module}, and {words[-1]} is the path of a script")
+      for words, module in ((["-m", "starts.py"], "starts"), (["-m", "a/b.py"], "a.b"),
+                            (["python", "-m", "starts.py"], "starts"))),
+    (["--python", "/nope", "starts.py"],
+     "error: --python is '/nope', which is not a program. .* Correct --python, or leave it out\n"),
     (["--lable", "x.py"], "^ddpkit launch: error: unrecognized arguments: --lable. Did you mean --label[?]\n$"),
     (["--nproc_per_node", "2", "x.py"], "Did you mean --ntasks-per-node?"), (["-np", "two", "x.py"], "value: 'two'"),
     ([], "no script is given"), (["-m"], "-m needs the name of a module"),
@@ -98,6 +117,8 @@ def test_rank_0_alone_reads_standard_input(tmp_path: Path, script: str, expected
     (["-n", "2", "sh", "-c", 'exec "$@"', "sh", *LAUNCH, "package/module.py"],
      "ddpkit launch was started as rank [01] of 2 by ddpkit launch")])
 def test_what_cannot_be_started_is_refused(folder: Path, words: list[str], message: str) -> None:
+    (folder / "starts.py").touch()
+    (folder / "data").touch()
     done = launch(*words, folder=folder)
     assert done.returncode == 2 and not done.stdout and re.search(message, done.stderr), done.stderr
 
@@ -117,13 +138,38 @@ def test_syntax_error_of_the_script_is_the_last_line(options: list[str], folder:
         "ddpkit launch: error: no rank can run broken.py, line 2: SyntaxError: '(' was never closed")
 
 
+TOP = """'''Doc.'''
+from __future__ import annotations
+import os
+os.environ["A"] = "1"
+"""
+
+
+@pytest.mark.parametrize(("script", "closing"), [
+    (TOP + "import no_such.part as part\n", "no rank can run x.py: ModuleNotFoundError: No module named 'no_such' "
+     f"(line 5) in {sys.executable}. Install it there, for example with pip install, or activate the environment that "
+     "has it"),
+    (TOP + "from beside import value\nfrom no_such import x\n", "no rank can run x.py: ModuleNotFoundError: .*"),
+    # What the imports would find is not known, or something else has ended the ranks.
+    (TOP + "import sys\nsys.path.append('lib')\nimport no_such\n", "rank . ended .*|each of ranks .*"),
+    (TOP + "try:\n    import no_such\nexcept ImportError:\n    raise SystemExit(3)\n", "each of ranks .*"),
+    (TOP + "os._exit(4)\nimport no_such\n", "each of ranks 0-1 on .* ended with exit status 4")])
+def test_module_that_no_rank_can_import_is_the_last_line(script: str, closing: str, folder: Path) -> None:
+    (folder / "x.py").write_text(script)
+    (folder / "beside.py").write_text("value = 1")
+    done = launch("-n", "2", "x.py", folder=folder)
+    last = done.stderr.splitlines()[-1].removeprefix("ddpkit launch: error: ")
+    assert last == closing or re.fullmatch(closing, last), done.stderr
+
+
 @pytest.mark.parametrize(("command", "name"), [
     ("/usr/bin/python3.11 -u -m torch.distributed.run x.py", "torch.distributed.run"),
     ("env FOO=1 nice -n 5 /opt/bin/torchrun x.py", "torchrun"), ("uv run -- deepspeed x.py", "deepspeed"),
     ("env A=1 bash -lc 'cd /data&&FOO=1 accelerate launch x.py'", "accelerate"),
     ("sh -c 'if true; then exec mpirun -n 2 python x.py; fi'", "mpirun"), ("bash -c 'cd /\nsrun hostname'", "srun"),
     ("python scripts/launch.py x.py", "launch.py")])
-def test_launcher_in_a_wrapper_is_refused(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_in_a_wrapper_is_refused(
+        command: str, name: str, uv: None, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
     assert main(["-n", "2", "--dry-run", "--", *words]) == 2
     verb = "is" if command.startswith(name) else "runs"
@@ -135,7 +181,7 @@ def test_launcher_in_a_wrapper_is_refused(command: str, name: str, capsys: pytes
     "python -m package.module torchrun", "env A=torchrun python package/module.py --launcher torchrun", "echo srun",
     "bash -c 'which torchrun || echo srun'", "bash script.sh 'torchrun is used'", "bash -c \"echo 'torchrun\"",
     "uv run package/module.py -- deepspeed"])
-def test_name_of_a_launcher_as_an_argument_is_no_launcher(command: str) -> None:
+def test_name_of_a_launcher_as_an_argument_is_no_launcher(command: str, uv: None) -> None:
     assert main(["-n", "2", "--dry-run", "--", *shlex.split(command)]) == 0
 
 

@@ -216,13 +216,24 @@ def test_launches_with_one_likeliest_port_do_not_mix(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("rank", "address", "expected"), [
     (1, "127.0.0.1", "rank 1 of 2.*did not find rank 0.*MASTER_ADDR.*127.0.0.1 port {port}: Connection refused"),
     (1, "no-such-host.invalid", "no-such-host.invalid: the name does not resolve"),
+    *((rank, "127.0.0.1", "No launcher has set RANK=. and WORLD_SIZE=2. .* unset RANK WORLD_SIZE") for rank in (0, 1)),
     (0, "192.0.2.1", "1 of 2 ranks did not join.*MASTER_ADDR=192.0.2.1 is no address of rank 0's host")])
 def test_a_wrong_master_addr_is_named(rank: int, address: str, expected: str, port: int) -> None:
     text = cause(start_rank(placed(rank, 2), by_hand(port, address), timeout=0.5))
     assert re.search(expected.format(port=port), text)
 
 
+def test_rank_of_ddpkit_launch_was_numbered_by_a_launcher(port: int) -> None:
+    environ = by_hand(port) | {"DDPKIT_LAUNCH_RANK": "0/2"}
+    assert "No launcher" not in cause(start_rank(placed(0, 2), environ, timeout=0.5))
+
+
 @pytest.mark.parametrize(("placement", "environ", "expected"), [
+    *((placed(1, 2), by_hand(29500, host), f"MASTER_ADDR is .*{wanted}") for host, wanted in (
+        ("gpu-a[01-02]", "a list of hosts. Expected one, that of rank 0. .*scontrol show hostnames"),
+        ("n1,n2", "a list of hosts"), ("n1 n2", "a list of hosts"),
+        ("$(hostname)", "which no shell has expanded"),
+        ("n1:29500", "with a port. Expected a host alone. Set MASTER_ADDR=n1; the port belongs in MASTER_PORT"))),
     *((placed(1, 2), by_hand(29500) | {"MASTER_PORT": text}, "MASTER_PORT is ") for text in (
         "29500x", "0", "65536", "\u0663\u0663\u0663\u0663", "9" * 5000)),
     (placed(0, 2), by_hand(29500) | {"MASTER_ADDR": " "}, "MASTER_ADDR=''.*expected both"),

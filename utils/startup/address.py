@@ -167,6 +167,8 @@ def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
 def _hints(placement: Placement, endpoints: Endpoints) -> Iterator[str]:
     """Yield what may keep other ranks from joining, for the message that names them."""
     yield from placement.notes
+    if hint := _hint_on_variables(placement, endpoints):
+        yield hint
     by_master_addr = endpoints.source.startswith("MASTER_ADDR")
     if not by_master_addr or not endpoints.hosts or endpoints.name_service is not None:
         return
@@ -250,8 +252,22 @@ def _join(
     raise LaunchError(
         f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()} did not find "
         f"rank 0 within {timeout:.0f} s{source}. Tried {tried}. Check that rank 0 runs there (look "
-        "for its message), and that no firewall is between the hosts",
+        "for its message), and that no firewall is between the hosts"
+        + (f". {hint}" if (hint := _hint_on_variables(placement, endpoints)) else ""),
         rank=0,
+    )
+
+
+def _hint_on_variables(placement: Placement, endpoints: Endpoints) -> str:
+    """Return that no launcher has set the rank variables, where that may be why ranks are missing.
+
+    They may be left in a shell, in which a script is then started alone.
+    """
+    if endpoints.launcher.starts_processes or endpoints.is_of_launch:
+        return ""
+    return (
+        f"No launcher has set RANK={placement.rank} and WORLD_SIZE={placement.world_size}. If they "
+        "are left in this shell, run: unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
     )
 
 

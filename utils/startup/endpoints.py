@@ -19,10 +19,12 @@ from ..channel import Secret
 from ..host import network
 from ..launch_error import LaunchError
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement
+from ..launchers.rank_variables import LAUNCH_RANK
 from ..launchers.torchrun import is_stale
 from .secret import find_secret
 
 _NUM_CANDIDATES = 8
+_NEVER_IN_NAMES = set("[],;()${}*?'\"/ \t\n")  # of hosts; "gpu-a[01-02]" is a list of Slurm
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Endpoints:
     hosts, ports: candidates, the likeliest first. name_service: used instead of them, if any.
     source: where hosts and ports come from, for messages.
     loopback: whether all ranks run on this host and need no other interface.
+    is_of_launch: whether ddpkit launch has started this process.
     """
 
     launcher: Launcher
@@ -44,6 +47,7 @@ class Endpoints:
     name_service: NameService | None = None
     source: str = "MASTER_ADDR and MASTER_PORT"
     loopback: bool = False
+    is_of_launch: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -92,6 +96,7 @@ def find_endpoints(
         ports=[master_port] if master_port and name_service is None else [],
         name_service=name_service,
         loopback=placement.on_one_host and (not master_host or network.is_loopback(master_host)),
+        is_of_launch=bool(environ.get(LAUNCH_RANK)),
         notes=notes,
     )
     # A given name service uses the store at MASTER_PORT, so that rank 0 needs another port.
@@ -187,6 +192,9 @@ def _master_address(
         )
         return "", 0, [note]
 
+    if host and (problem := _problem_with_name(host, is_required)):
+        raise LaunchError(f"MASTER_ADDR is {host[:80]!r}, {problem}")
+
     is_number = port.isascii() and port.isdecimal() and len(port) < 6
     if port and not (is_number and 0 < int(port) < 65536):
         raise LaunchError(
@@ -206,3 +214,21 @@ def _master_address(
             "several hosts. Set it to a name of rank 0's host that all hosts know, or unset it"
         )
     return host, int(port or 0), []
+
+
+def _problem_with_name(host: str, is_required: bool) -> str:
+    """Return why this can be no name or address of a host, and what to do; "" where it can be."""
+    unset = "" if is_required else ", or unset it"
+    if host.count(":") == 1:
+        return (
+            f"with a port. Expected a host alone. Set MASTER_ADDR={host.partition(':')[0]}{unset}; "
+            "the port belongs in MASTER_PORT"
+        )
+    if not set(host) & _NEVER_IN_NAMES:
+        return ""
+    if host.startswith("$"):
+        return f"which no shell has expanded. Expected a host. Correct it{unset}"
+    return (
+        "a list of hosts. Expected one, that of rank 0. In a job of Slurm: MASTER_ADDR=$(scontrol "
+        f'show hostnames "$SLURM_JOB_NODELIST" | head -n 1){unset}'
+    )

@@ -54,18 +54,25 @@ class Interpreter(NamedTuple):
 
 
 def choose(
-    environ: "Mapping[str, str]", *, torch: bool = True, default: "tuple[str, str] | None" = None
+    environ: "Mapping[str, str]",
+    *,
+    torch: bool = True,
+    default: "tuple[str, str] | None" = None,
+    option: str = "",
 ) -> Interpreter:
     """Choose the first Python with torch.
 
     The order is PYTHON, active environments, the default, the running one, PATH, the kit's .venv.
     environ: the environment of the ranks. torch: whether they need torch; if not, a Python without
-    it is chosen where none has it. default: the Python that a file names, and this file.
-    Raises InterpreterError where there is none, or where PYTHON names one that cannot be used, or
-    the file one that is no program.
+    it is chosen where none has it. default: the Python that a file names, and this file. option:
+    the value of --python, which replaces PYTHON.
+    Raises InterpreterError where there is none, or where the one that the user or the file names
+    cannot be used.
     """
+    if option:
+        return _named(option, "--python", environ, torch)
     if environ.get("PYTHON"):
-        return _named(environ["PYTHON"], environ, torch)
+        return _named(environ["PYTHON"], "PYTHON", environ, torch)
     if default is not None and shutil.which(default[0]) is None:
         raise InterpreterError(
             f"{default[1]} sets python to {default[0]!r}, which is not a program. Correct it there"
@@ -98,22 +105,22 @@ def is_python(command: "Sequence[str]") -> bool:
     )
 
 
-def _named(name: str, environ: "Mapping[str, str]", torch: bool) -> Interpreter:
-    """Return the Python that PYTHON names.
+def _named(name: str, source: str, environ: "Mapping[str, str]", torch: bool) -> Interpreter:
+    """Return the Python that the user names. source: by what, PYTHON or --python.
 
     Raises InterpreterError where it cannot be used: the user wants no other.
     """
     expected = (
         f"Expected Python {OLDEST[0]}.{OLDEST[1]} or newer{' with torch' if torch else ''}. "
-        "Correct PYTHON, or unset it"
+        f"Correct {source}, or {'leave it out' if source[0] == '-' else 'unset it'}"
     )
     path = shutil.which(name, path=environ.get("PATH", os.defpath))
     if path is None:
-        raise InterpreterError(f"PYTHON is {name!r}, which is not a program. {expected}")
+        raise InterpreterError(f"{source} is {name!r}, which is not a program. {expected}")
     fault, starts = _check(os.path.abspath(path), environ)
     if fault is not None and (torch or not starts):
-        raise InterpreterError(f"PYTHON is {name!r}, which {fault}. {expected}")
-    return Interpreter(os.path.abspath(path), "PYTHON")
+        raise InterpreterError(f"{source} is {name!r}, which {fault}. {expected}")
+    return Interpreter(os.path.abspath(path), source)
 
 
 def candidates(

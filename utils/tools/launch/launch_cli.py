@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import shlex
+import shutil
 import socket
 import stat
 import sys
@@ -24,6 +25,7 @@ from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
 from .. import defaults, interpreter
 from ..arguments import ArgumentParser
+from ..missing_files import no_such_file, no_such_program
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
 from .bootstrap import module_command
@@ -293,11 +295,11 @@ def _python_for_ranks(args: argparse.Namespace) -> str:
     is_script = not args.container and interpreter.is_python(args.command)
     # An image brings its own Python, but no torchrun.
     needs_torch = is_script or args.torchrun
-    environ = {**os.environ, **({"PYTHON": args.python} if args.python else {})}
+    environ = dict(os.environ)
     if args.container and not needs_torch:
         environ.pop("PYTHON", None)  # that of the image
-    default = defaults.python()
-    chosen = interpreter.choose(environ, torch=needs_torch, default=default)
+    default, option = defaults.python(), args.python or ""
+    chosen = interpreter.choose(environ, torch=needs_torch, default=default, option=option)
     os.environ.pop(interpreter.STARTED_BY, None)  # for this start only
     if needs_torch and (chosen.passed_over or not interpreter.is_of_prompt(chosen.path, environ)):
         print_status(str(chosen))
@@ -408,9 +410,24 @@ def _check_command(args: argparse.Namespace) -> None:
             "Options of sbatch and qsub go before the job script, those of launch before the "
             "script"
         )
-    if not args.container and command[0].endswith(".py") and not os.path.isfile(command[0]):
+    if command[0] == "-m" or command[:2] == ["python", "-m"]:
+        _check_module(command[command.index("-m") + 1 :])
+    elif not args.container and command[0].endswith(".py"):
+        if not os.path.isfile(command[0]):
+            raise PlanError(no_such_file(command[0], "Check the path of the script"))
+    elif not args.container and args.jobid is None and command[0] not in ("python", "python3"):
+        if shutil.which(command[0]) is None:
+            raise PlanError(no_such_program(command[0]))
+
+
+def _check_module(words: Sequence[str]) -> None:
+    """Raise PlanError where a path follows -m. words: those after it."""
+    path = words[0] if words else ""
+    if path.endswith(".py") or os.sep in path:
+        module = os.path.normpath(path).removesuffix(".py").replace(os.sep, ".").lstrip(".")
         raise PlanError(
-            f"no such file: {command[0]} (in {os.getcwd()}). Check the path of the script"
+            f"-m takes a module, such as {module}, and {path} is the path of a script. Give -m "
+            f"{module}, or leave -m out"
         )
 
 

@@ -103,7 +103,7 @@ class Evidence(NamedTuple):
     launcher_status: int | None = None
     launcher_killed: bool = False  # by a signal
     launcher_late: float | None = None  # seconds after the first failure, when it had to be ended
-    syntax_error: str = ""  # of the script, which then no rank can run
+    syntax_error: str = ""  # of the script, or a missing module: no rank can run it
 
 
 class Outcome(NamedTuple):

@@ -25,7 +25,7 @@ from .rank_output import Outputs, labelled, write_output
 
 _DRAIN_SECONDS = 1.0
 _BACKLOG = 16
-_COMPILE_SECONDS = 10.0
+_SECONDS_TO_FIND = 10.0  # why the script cannot run
 
 
 def run(plan: Plan, replan: Callable[[tuple[str, ...]], Plan] | None = None) -> Outcome:
@@ -59,7 +59,9 @@ def _run_once(plan: Plan) -> Ended:
         with Processes(launch_id) as processes, ExitStack() as files:
             _run(Launch(plan, launch_id, processes, files, loop, notices, result))
     if result.failed_at is not None and notices.first_cause is None:
-        result.syntax_error = _syntax_error(plan)
+        ends = result.evidence().ends
+        is_exception = all(end.status == 1 for end in ends if end.status and not end.by_launch)
+        result.syntax_error = _script_error(plan, imports=is_exception)
     outcome = result.conclude(notices.first_cause, notices.failed_at, notices.saved_at)
     _list_lost_hosts(plan, outcome)
     now = time.monotonic()
@@ -87,22 +89,46 @@ def _run(launch: Launch) -> None:
         _run_local(launch)
 
 
-_COMPILE = """
-import sys
+# Looks at what the script imports before it calls anything, which could change where to look.
+_FIND_ERROR = """
+import ast, importlib.util, os, sys
+script, imports = sys.argv[1], sys.argv[2] == "True"
 try:
-    compile(open(sys.argv[1], "rb").read(), sys.argv[1], "exec")
+    tree = compile(open(script, "rb").read(), script, "exec", ast.PyCF_ONLY_AST)
+    compile(tree, script, "exec")
 except SyntaxError as error:
     print(f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}")
+    sys.exit()
+sys.path[0] = os.path.dirname(os.path.abspath(script))
+for statement in tree.body if imports else []:
+    names = [name.name for name in getattr(statement, "names", [])]
+    if isinstance(statement, ast.ImportFrom):
+        names = [statement.module] if not statement.level else []
+    elif not isinstance(statement, ast.Import):
+        if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
+            break
+        continue
+    for name in (name.partition(".")[0] for name in names):
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
+            print(f"{script}: ModuleNotFoundError: No module named {name!r} (line "
+                  f"{statement.lineno}) in {sys.executable}. Install it there, for example with "
+                  "pip install, or activate the environment that has it")
+            sys.exit()
 """
 
 
-def _syntax_error(plan: Plan) -> str:
-    """Return why the Python of the ranks cannot compile the script, or ""."""
+def _script_error(plan: Plan, *, imports: bool) -> str:
+    """Return why the Python of the ranks cannot run the script at all, or "".
+
+    imports: whether a module that does not exist may have ended the ranks.
+    """
     if not plan.script:
         return ""
-    words = [plan.python, "-I", "-c", _COMPILE, plan.script]
+    words = [plan.python, "-c", _FIND_ERROR, plan.script, str(imports)]
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_SECONDS_TO_FIND, env=dict(plan.environ)
+        )
         if found := done.stdout.strip():
             return f"no rank can run {found}"
     return ""

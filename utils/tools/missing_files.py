@@ -1,0 +1,54 @@
+"""Say in the same words, for every command, that a file or program does not exist."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+
+_LIKENESS = 0.7  # of names that are suggested: 0 nothing in common, 1 the same
+
+
+def no_such_file(path: str, remedy: str = "") -> str:
+    """Return that a file does not exist, and a file of almost the same name beside it.
+
+    remedy: what to do where there is none such; "" to check the path.
+    """
+    folder, name = os.path.split(path)
+    end = os.path.splitext(name)[1]
+    others = glob.glob(os.path.join(glob.escape(folder), f"*{end}"))
+    near = closest(name, [os.path.basename(other) for other in others])
+    remedy = f"Did you mean {os.path.join(folder, near)}?" if near else remedy or "Check the path"
+    where = "" if os.path.isabs(path) else f" (in {os.getcwd()})"
+    return f"no such file: {path or repr(path)}{where}. {remedy}"
+
+
+def no_such_program(name: str) -> str:
+    """Return why a program cannot be started here, and what was meant; name: as it was typed."""
+    if os.path.isdir(name):
+        return f"{name} is a folder. Expected a script or a program. Check the path"
+    if os.sep in name and os.path.isfile(name):
+        return (
+            f"{name} is not executable. Expected a program, or a script whose name ends in .py. "
+            f"Run chmod +x {shlex.quote(name)}, or check the path"
+        )
+    scripts = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), "*.py"))
+    near = f"{name}.py" if f"{name}.py" in scripts else closest(f"{name}.py", scripts)
+    if near:
+        return f"no such program: {name}. Did you mean {near}?"
+    if os.path.isfile(name):
+        return (
+            f"no such program: {name}: the file of this name is not looked for on PATH. Did you "
+            f"mean ./{name}?"
+        )
+    if os.sep not in name:
+        return f"no such program: {name}. It is not on PATH. Check its name, or load its module"
+    where = "" if os.path.isabs(name) else f" (in {os.getcwd()})"
+    return f"no such program: {name}{where}. Check the path"
+
+
+def closest(name: str, names: list[str]) -> str:
+    """Return the one of these names that `name` may have meant; "" where none is like it."""
+    import difflib  # every launch would notice the time to load it
+
+    return next(iter(difflib.get_close_matches(name, names, 1, _LIKENESS)), "")
