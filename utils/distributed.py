@@ -36,7 +36,12 @@ from .host.masks import set_masks
 from .launch_error import LaunchError
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
-from .launchers.rank_variables import LAUNCH_RANK, set_variables
+from .launchers.rank_variables import (
+    LAUNCH_RANK,
+    set_threads,
+    set_variables,
+    without_set_threads,
+)
 from .log import get_logger, setup_logging
 from .monitor.counts import entered_collectives, group_timeout, total_collectives
 from .monitor.monitor import Monitor, OwnRank
@@ -62,6 +67,7 @@ _LONG_START_SECONDS = 10.0  # that are worth a line on one host, too
 _OLDEST_TORCH = (2, 8)  # the store of an older one does not take over a listening socket
 _log = get_logger(__name__)
 _Number = TypeVar("_Number", float, torch.Tensor)
+_jobs = 0  # that this process has joined
 
 
 class StartTimes(NamedTuple):
@@ -216,7 +222,7 @@ def setup_distributed(
     """
     hang_seconds = hang_timeout_of(hang_timeout)
     _check_arguments(backend, timeout, collective_timeout, bind)
-    began, imports = time.monotonic(), process.age()
+    began, imports = time.monotonic(), 0.0 if _jobs else process.age()
     deadline = began + timeout
     try:
         _check_process(hang_seconds)
@@ -273,10 +279,16 @@ def _check_arguments(
         )
     if bind not in ("auto", False):
         raise ValueError(f"bind is {bind!r}; expected 'auto' or False")
+    if dist.is_initialized() and _jobs:
+        raise RuntimeError(
+            "setup_distributed() was called in this process before, and that job is open. Expected "
+            "one at a time. Use that job, or call its close() first, as `with setup_distributed() "
+            "as job:` does at its end"
+        )
     if dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is initialised already: call setup_distributed() once, and not "
-            "after init_process_group()"
+            "torch.distributed is initialised already. Expected setup_distributed() to do it. "
+            "Leave init_process_group() out"
         )
 
 
@@ -360,6 +372,7 @@ def find_rank_0(
         timeout=deadline - time.monotonic(),
         environ=detection.environ,
         name_service=agent,
+        earlier_starts=_jobs,
     )
     if agent is not None:
         rendezvous.master_addr = os.environ["MASTER_ADDR"]
@@ -392,9 +405,9 @@ def use_assignment(rendezvous: Rendezvous, backend: str) -> Chosen:
             bind_process(frozenset(parse_ranges(assignment["cpus"])))
         except OSError as error:  # without the binding, training is slower, not wrong
             _log.warning("this rank could not be bound to CPUs %s: %s", assignment["cpus"], error)
-    if "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in without_set_threads(os.environ):
         torch.set_num_threads(assignment["threads"])
-        os.environ["OMP_NUM_THREADS"] = str(assignment["threads"])  # for child processes
+        set_threads(assignment["threads"])
     interface = ""
     if backend == "gloo" and assignment["num_nodes"] > 1:
         from .host import gloo
@@ -458,12 +471,14 @@ def make_job(
     times: StartTimes,
 ) -> Distributed:
     """Return what the training script holds, and register what ends it."""
+    global _jobs
     if monitor and not effects.may_have("monitor"):
         monitor.leave(None)
         monitor = None
     assignment, job_store = rendezvous.assignment, PrefixStore("job", store)
     shutdown = Shutdown(placement.rank, placement.world_size, chosen.backend, job_store, monitor)
     shutdown.register_hooks()
+    _jobs += 1
     return Distributed(
         rank=placement.rank,
         world_size=placement.world_size,

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.unit.programs import ROOT, python
+from tests.unit.programs import LAUNCH, ROOT, python
 from utils.distributed import Distributed, setup_distributed
 from utils.host import device
 from utils.launch_error import LaunchError
@@ -31,8 +32,11 @@ def test_bad_argument_is_a_value_error(argument: str, values: list[object], expe
 
 def test_torch_that_is_too_old_and_a_second_initialisation_are_named(
         one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as initialized, pytest.raises(RuntimeError, match="initialised already"):
+    with monkeypatch.context() as initialized, pytest.raises(RuntimeError, match="Leave init_process_group.. out"):
         initialized.setattr(dist, "is_initialized", lambda: True)
+        initialized.setattr("utils.distributed._jobs", 0)
+        setup_distributed()
+    with setup_distributed("gloo"), pytest.raises(RuntimeError, match="that job is open.* call its close.. first"):
         setup_distributed()
     for version in ("2.7.1+cu126", "1.13.1"):
         monkeypatch.setattr(torch, "__version__", version)
@@ -94,6 +98,47 @@ sys.stdout.write(f"hello from rank {setup_distributed('gloo').rank}\\n")  # at o
 def test_rank_that_leaves_at_once_is_no_error_of_another_that_still_connects() -> None:
     done = python("-c", HELLO, ranks=2, warm=True)
     assert done.returncode == 0 and all(f"hello from rank {rank}" in done.stdout for rank in range(2)), done.stderr
+
+
+SWEEP = """
+import os, sys, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from utils import setup_distributed
+
+models = []  # of all starts: each holds the store of its start
+for start in range(3):
+    with setup_distributed("gloo") as job:
+        models.append(DDP(torch.nn.Linear(2, 2)))
+        models[-1](torch.ones(1, 2)).sum().backward()
+        assert os.environ["MASTER_PORT"] == str(job.master_port)
+        sys.stdout.write(f"start {start} of rank {job.rank} {sum(job.start_times) < 5 or not start}\\n")
+"""
+
+
+def test_job_after_job_in_one_process() -> None:
+    """As a search for parameters does: Hydra's --multirun, Optuna, cells of a notebook."""
+    done = python("-c", SWEEP, ranks=2)
+    expected = [f"start {start} of rank {rank} True" for start in range(3) for rank in range(2)]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("start ")) == expected, done.stderr
+
+
+BELOW = """
+import os, shlex, subprocess, sys
+del os.environ["OMP_NUM_THREADS"]  # of the tests
+from utils import setup_distributed
+job = setup_distributed("gloo")
+assert os.environ["OMP_NUM_THREADS"]
+os.environ.update(changed for changed in [("OMP_NUM_THREADS", sys.argv[1])] if sys.argv[1])
+subprocess.run([*shlex.split(sys.argv[2]), "2", "sh", "-c", "echo threads $OMP_NUM_THREADS"], check=True)
+"""
+
+
+@pytest.mark.parametrize("by_user", ["", "7"])
+def test_number_of_threads_that_the_kit_has_set_is_not_the_users(by_user: str) -> None:
+    """In a notebook with a job of one rank, a cell starts others."""
+    done = python("-c", BELOW, by_user, shlex.join(LAUNCH))
+    share = by_user or str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert re.findall("^threads (.*)", done.stdout, re.MULTILINE) == [share] * 2, done.stdout + done.stderr
 
 
 EFFECTS = """

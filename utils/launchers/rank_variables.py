@@ -31,7 +31,10 @@ LAUNCH_RANK = "DDPKIT_LAUNCH_RANK"
 INDEPENDENT = "DDPKIT_INDEPENDENT"
 
 
-_set_here: set[str] = set()  # the variables of os.environ that set_variables() has changed
+# What the variables of os.environ were before set_variables(); None: not set.
+_before: dict[str, str | None] = {}
+_THREADS = "OMP_NUM_THREADS"
+_SET_THREADS = "DDPKIT_SET_THREADS"  # the value that set_threads() has set
 
 
 def set_variables(
@@ -39,7 +42,9 @@ def set_variables(
 ) -> None:
     """Set the variables, and name this process in MARKER."""
     if environ is os.environ:
-        _set_here.update(name for name, value in values.items() if environ.get(name) != value)
+        for name, value in values.items():
+            if environ.get(name) != value:
+                _before.setdefault(name, environ.get(name))
     environ.update(values)
     environ[MARKER] = f"{os.getpid()} {start_time(os.getpid())}"
 
@@ -88,5 +93,21 @@ def without_inherited(environ: Mapping[str, str]) -> Mapping[str, str]:
     rank = rank_process(environ)
     if rank is None:
         return environ
-    hidden = _set_here if rank.is_this else RANK_VARIABLES
+    if not rank.is_this:
+        return {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
+    return {name: value for name, value in {**environ, **_before}.items() if value is not None}
+
+
+def set_threads(threads: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set OMP_NUM_THREADS for the programs that this rank starts, and note that no user has."""
+    environ[_THREADS] = environ[_SET_THREADS] = str(threads)
+
+
+def without_set_threads(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment without an OMP_NUM_THREADS that a rank has set in it."""
+    if _SET_THREADS not in environ:
+        return environ
+    hidden = {_SET_THREADS}
+    if environ.get(_THREADS) == environ[_SET_THREADS]:  # else it was set since, by a user
+        hidden.add(_THREADS)
     return {name: value for name, value in environ.items() if name not in hidden}

@@ -70,12 +70,14 @@ def agree(
     timeout: float,
     environ: Mapping[str, str] = os.environ,
     name_service: NameService | None = None,
+    earlier_starts: int = 0,
 ) -> Rendezvous:
     """Find rank 0, report to it, and return what it has assigned to this rank.
 
     launcher: the one that `placement` is from. timeout: seconds until a missing rank is an error.
     environ: without the variables that a rank has set for other programs.
     name_service: to use instead of the launcher's.
+    earlier_starts: how often the same processes have joined each other before.
 
     Raises LaunchError on every rank, with rank 0's message where it can be reached.
     """
@@ -87,7 +89,12 @@ def agree(
 
     deadline = time.monotonic() + timeout
     endpoints = find_endpoints(
-        launcher, placement, environ, name_service=name_service, timeout=timeout
+        launcher,
+        placement,
+        environ,
+        name_service=name_service,
+        timeout=timeout,
+        earlier_starts=earlier_starts,
     )
     if environ.get(secret.REQUIRED) == "1" and not endpoints.is_authenticated:
         start = launcher.describe_start(environ)

@@ -80,10 +80,13 @@ def find_endpoints(
     *,
     name_service: NameService | None = None,
     timeout: float,
+    earlier_starts: int = 0,
 ) -> Endpoints:
     """Return where rank 0 of this launch may listen.
 
     name_service: the one to use, if the caller has one. timeout: seconds that MPI_Init may take.
+    earlier_starts: of the same processes, as in a search for parameters; a model of the one before
+    may hold its store, and with it MASTER_PORT, for as long as it lives.
     Raises LaunchError when nothing leads to rank 0, or variables contradict the launch.
     """
     master_host, master_port, notes = _master_address(launcher, placement, environ)
@@ -99,6 +102,9 @@ def find_endpoints(
         is_of_launch=bool(environ.get(LAUNCH_RANK)),
         notes=notes,
     )
+    if earlier_starts and endpoints.ports:
+        others = candidate_ports(f"{identity or master_port} start {earlier_starts}")
+        endpoints.ports = [*others, *endpoints.ports]
     # A given name service uses the store at MASTER_PORT, so that rank 0 needs another port.
     if name_service is not None or launcher.requires_master_address:
         return endpoints

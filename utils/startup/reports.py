@@ -29,7 +29,7 @@ from ..host.cores import (
 )
 from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
-from ..launchers.rank_variables import INDEPENDENT, launch_rank
+from ..launchers.rank_variables import INDEPENDENT, launch_rank, without_set_threads
 
 _SHOWN_HOSTS = 16
 _SHOWN_RANKS = 16  # of the first host, with their CPUs
@@ -123,7 +123,7 @@ def make_report(
         "topology": topology.to_text() if topology else "",
         "bind": bind,
         "binding": os.environ.get(CPU_BIND, ""),
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "omp_num_threads": without_set_threads(os.environ).get("OMP_NUM_THREADS", ""),
         "openmp_binding": openmp_binding(os.environ),
         "launch_rank": launch_rank(os.environ),
         "notes": list(placement.notes),

@@ -13,6 +13,7 @@ from ...host.masks import MASKS
 from ...host.network import PORT_RANGE
 from ...job import exclude_file
 from ...job.slurm_job import expand_hostlist
+from ...launchers.rank_variables import without_set_threads
 from ..schedulers.allocation import Allocation
 from .launch_plan import HostInfo, Hosts, Options, Plan, PlanError, Request, index_of, job_name
 from .methods import NAMES, choose
@@ -33,7 +34,7 @@ def make_plan(
 
     environ: of this process.
     """
-    options = _checked(options)
+    options, environ = _checked(options), without_set_threads(environ)
     if options.spare and allocation is not None:
         options = options._replace(without=_known_bad(options, allocation, environ))
     if environ.get("SLURM_HET_SIZE") and allocation is not None and options.launcher != "local":
