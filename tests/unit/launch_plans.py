@@ -40,16 +40,16 @@ def job(scheduler: str = "slurm", ranks: tuple[int, ...] = (2, 2), gpus: Counts 
 
 def make(allocation: Allocation | None, environ: Mapping[str, str] | None = None, *,
          command: tuple[str, ...] = ("train.py", "--name", "a b"), programs: Programs | None = None,
-         mpiexec: Mpiexec | None = None, gpus: int = 0, host: str = "n1", python: str = PYTHON,
-         **options: object) -> Plan:
-    """The plan on host n1 of a job, or on a laptop; gpus: of that host; mpiexec: the one that is used."""
+         mpiexec: Mpiexec | None = None, gpus: int = 0, cores: int | None = None, host: str = "n1",
+         python: str = PYTHON, **options: object) -> Plan:
+    """The plan on host n1 of a job, or on a laptop; gpus, cores: of that host; mpiexec: the one that is used."""
     if environ is None:
         of_job = {"slurm": SLURM, "pbs": PBS}
         environ = of_job[allocation.scheduler] if allocation else {}
     if mpiexec is not None:
         programs = Programs(TOOLS if programs is None else programs.paths, mpiexec)
         options["launcher"] = "mpiexec"
-    info = HostInfo(host, gpus, python, programs or Programs())
+    info = HostInfo(host, gpus, python, programs or Programs(), cores=cores)
     return make_plan(command, Options(**options), allocation, info, environ)
 
 

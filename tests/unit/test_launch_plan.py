@@ -66,6 +66,11 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
     (slurm(ntasks=4, ntasks_per_node=2), "both -n and --ntasks-per-node are given"),
     (alone(environ={"DDPKIT_CPU_BIND": "0-3"}), "DDPKIT_CPU_BIND is '0-3'. Expected"),
     (slurm({"DDPKIT_CPU_BIND": "list:0:1"}, ranks=(2, 3)), "DDPKIT_CPU_BIND=list:0:1 has CPUs for 2 local ranks"),
+    (alone(ntasks=9, cores=2),
+     "-n is 9: 9 ranks on n1, which has 2 cores. Expected at most 8 there, 4 for each core. .* add --oversubscribe"),
+    (alone(ntasks_per_node=9, gpus=4, cores=64), "--ntasks-per-node is 9: .* 4 GPUs. Expected at most 8 there"),
+    (slurm(ntasks=4, cores=(9, 1), ranks=(1, 1), gpus=(1, 0), nodes=1), "4 ranks on n1, which has 1 GPU"),
+    (slurm(ntasks_per_node=5, cores=(9, 1)), "5 ranks on n2, which has 1 core. Expected at most 4"),
     (slurm({"SLURM_HET_SIZE": "2"}), r"Slurm job 7 has 2 components .* with env -u .* srun --het-group=0,1"),
     (pbs(input=True, input_waits=True),
      "standard input is given.* no rank would read it by pbs_tmrsh: only srun and --launcher local"),
@@ -75,6 +80,14 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
 def test_impossible_request_is_refused(plan: Callable[[], Plan], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan()
+
+
+@pytest.mark.parametrize("plan", [
+    alone(ntasks=8, cores=2), alone(ntasks=9, cores=2, oversubscribe=True), alone(ntasks=8, gpus=4, cores=1),
+    slurm(ranks=(64, 64), gpus=(4, 4)), pbs(ranks=(9, 9), cores=(1, 1)), slurm(ntasks_per_node=99)])
+def test_number_of_ranks_that_is_not_refused(plan: Callable[[], Plan]) -> None:
+    """What the job requests, on purpose, or on hosts of which nothing is known."""
+    assert plan().ranks
 
 
 def test_an_open_pipe_without_data_is_no_input() -> None:

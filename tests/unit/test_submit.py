@@ -73,6 +73,15 @@ def quoted(path: str) -> str:
     ("run --site generic-pbs --nodes 2 --spare 1 train.py",
      ["select=3:", "#PBS -W tolerate_node_failures=all\n", " --spare 1 -- train.py"], "max-restarts"),
     ("run --site generic-slurm --stage train.py", [" --stage -- train.py"], "stage-dir"),
+    ("run --site generic-slurm --no-stage train.py", [" --no-stage -- train.py"], "stage-dir"),
+    ("run --site generic-slurm -n 16 --gpus-per-node 4 train.py",
+     ["--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4"], "oversubscribe"),
+    ("run --site perlmutter -A m1 -n 16 train.py", ["--nodes=4", "--ntasks-per-node=4"], "oversubscribe"),
+    ("run --site generic-slurm -n 2 --gpus-per-node a100:4 --mem 0 train.py",
+     ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=a100:4", "--mem=0"], "oversubscribe"),
+    ("run --site generic-slurm -n 16 --gpus-per-node 0 train.py", ["--nodes=1", "--ntasks-per-node=16"], "gpus"),
+    ("run --site generic-slurm -n 16 --gpus-per-node 4 --oversubscribe train.py",
+     ["--nodes=1", "--ntasks-per-node=16", " --oversubscribe -- train.py"], "a100"),
     ("run --site generic-pbs --stage-dir $LOCAL train.py", [" --stage --stage-dir '$LOCAL' -- train.py"], "$LOCAL "),
     ("run --site alps --container a.sif train.py", ["srun --container a.sif -- train.py"], "$@"),
     ("run --site lumi --container a.sif --gpus-per-node 0 train.py", ["srun --container a.sif -- train.py"], "vendor"),
@@ -190,7 +199,13 @@ def test_full_disk_leaves_nothing_in_the_queue(name: str, login: Login, monkeypa
      "'-l filesystems=home' is not an option of sbatch, and this job is for slurm. Give an option of sbatch. (option"),
     ("run --site generic-pbs --directive=--qos=x train.py", 1, "'--qos=x' is not an option of qsub"),
     ("run -c 1 --ntasks-per-node 1 train.py", 0, "the profile generic-slurm adds --exclusive: the job waits for whole"),
-    ("run --site generic-pbs --ntasks-per-node 99 train.py", 1, "4 cores"),
+    ("run --site generic-pbs --ntasks-per-node 99 --gpus-per-node 0 train.py", 1, "4 cores"),
+    ("run --ntasks-per-node 8 --gpus-per-node 4 train.py", 1, "8 ranks on each node are more than its 4 GPUs"),
+    ("run --ntasks 16 --nodes 2 --gpus-per-node 4 train.py", 1, "Give --nodes 4, fewer ranks, or --oversubscribe"),
+    ("run -n 6 --gpus-per-node 4 train.py", 1, "--ntasks 6 is not a multiple of the 4 GPUs of a node"),
+    ("run --gpus-per-node many train.py", 2, "'many' is not a number of GPUs. Expected one such as 4"),
+    ("run --site generic-pbs --gpus-per-node a100:4 train.py", 1, "a100:4 is for Slurm only"),
+    ("run --site generic-pbs --mem 0 train.py", 1, "0, all memory of the nodes, is for Slurm only"),
     ("run -N 2 -n 3 train.py", 1, "--ntasks 3"),
     ("run -n 2 --ntasks-per-node 2 train.py", 1, "Both --ntasks"),
     ("run --site generic-pbs -p a -q b train.py", 1, "Both -p and -q name a queue"),
@@ -231,6 +246,15 @@ def test_account_may_come_from_the_shell_or_a_directive(words: str, variable: st
         monkeypatch.setenv(variable, value)
     done = login.submit("run", "--site", "perlmutter", *shlex.split(words), "--dry-run", "train.py")
     assert done.status == 0 and "account" not in done.err
+
+
+def test_variables_that_break_a_submission_do_not_reach_sbatch(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = ["SBATCH_ARRAY_INX", "SBATCH_GPUS", "SBATCH_GPUS_PER_TASK", "SBATCH_GRES", "SBATCH_WAIT"]
+    for name in (*refused, "SBATCH_RESERVATION"):
+        monkeypatch.setenv(name, "1")
+    login.commands.write("sbatch", "#!/bin/bash\nenv >&2; exit 1\n")
+    error = login.submit("run", "train.py").err
+    assert "SBATCH_RESERVATION" in error and not [name for name in refused if f"{name}=" in error]
 
 
 def test_nodes_are_shared_on_request(login: Login) -> None:
@@ -288,6 +312,7 @@ def test_missing_scheduler_leaves_nothing_behind(login: Login, monkeypatch: pyte
 def test_a_profile_stages_unless_the_user_says_otherwise(login: Login, tmp_path: Path) -> None:
     site = tmp_path / "own.yaml"
     site.write_text("title: Own\nscheduler: slurm\nstage: true\nstage_dir: $NVME\n")
-    for options, words in (((), " --stage --stage-dir '$NVME' -- train.py"), (("--no-stage",), "launch -- train.py"),
+    for options, words in (((), " --stage --stage-dir '$NVME' -- train.py"),
+                           (("--no-stage",), "launch --no-stage -- train.py"),
                            (("--stage-dir", "/fast"), " --stage --stage-dir /fast -- train.py")):
         assert words in login.submit("run", "--dry-run", "--site", str(site), *options, "train.py").out

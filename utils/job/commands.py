@@ -45,12 +45,15 @@ def run_command(
     timeout_seconds: float = TIMEOUT_SECONDS,
     folder: str | os.PathLike[str] | None = None,
     accepted_statuses: Sequence[int] = (0,),
+    without: Sequence[str] = (),
 ) -> str:
     """Run a scheduler's command and return its standard output.
 
+    without: variables of this process that the command does not get.
     Raises SchedulerError when the command is not found, times out or fails.
     """
     shown = shlex.join(words)
+    environ = {name: value for name, value in os.environ.items() if name not in without}
     try:
         done = subprocess.run(
             words,
@@ -58,7 +61,7 @@ def run_command(
             capture_output=True,
             timeout=timeout_seconds,
             cwd=folder,
-            env={**os.environ, "LC_ALL": "C.UTF-8"},
+            env={**environ, "LC_ALL": "C.UTF-8"},
         )
     except FileNotFoundError as error:
         raise SchedulerError(

@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 
 from ... import effects
 from ...effects import HANG_TIMEOUT
+from ...host.cores import available_cpus
 from ...host.gpus import count_gpus, gpu_vendor
 from ...job.commands import SchedulerError
 from ...launch_error import LaunchError
@@ -37,7 +38,7 @@ from .methods import MPIEXECS, NAMES
 from .methods.mpiexec import MpiexecMethod
 from .nested import refusal
 from .outcome import Outcome
-from .planner import describe, make_plan
+from .planner import RANKS_PER_CORE, RANKS_PER_GPU, describe, make_plan
 from .programs import Programs
 from .rank_environment import RANK_VARIABLES
 from .run_plan import run
@@ -104,6 +105,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     ranks = "ranks in all, the same number on each host"
     add("-n", "-np", "--ntasks", type=int, metavar="N", help=ranks)
     add("--ntasks-per-node", type=int, metavar="N", help="ranks on each host")
+    oversubscribe = f"allow more than {RANKS_PER_GPU} ranks a GPU, or {RANKS_PER_CORE} a core"
+    add("--oversubscribe", action="store_true", help=oversubscribe)
     add("-N", "--nodes", type=int, metavar="N", help="use only the first N hosts of the job")
     spare = "keep the last N hosts of the job for a restart in the place of one that fails"
     add("--spare", type=int, default=0, metavar="N", help=spare)
@@ -339,7 +342,8 @@ def _planner(args: argparse.Namespace) -> Callable[[tuple[str, ...]], Plan]:
     allocation = current_allocation(environ)
     is_root = os.geteuid() == 0
     python = _python_for_ranks(args)
-    host_info = HostInfo(socket.gethostname(), count_gpus(), python, programs, is_root)
+    cores = len(available_cpus())
+    host_info = HostInfo(socket.gethostname(), count_gpus(), python, programs, is_root, cores)
     if args.independent:
         environ = {**environ, INDEPENDENT: "1"}
 

@@ -33,6 +33,7 @@ class Options(NamedTuple):
     label: bool = False  # put the rank before each line of output
     output_dir: str = ""  # absolute; one file per rank instead of our streams
     independent: bool = False  # ranks need not form one process group
+    oversubscribe: bool = False  # as many ranks as are given, whatever the host has
     input: bool = False  # rank 0 reads our standard input, which is a file or pipe
     input_waits: bool = False  # it holds bytes that can be read
     watch: bool = False  # also ranks whose script does not call setup_distributed()
@@ -65,6 +66,7 @@ class HostInfo(NamedTuple):
     python: str  # path of the Python that runs the ranks
     programs: ProgramFinder
     is_root: bool = False  # Open MPI refuses to run as root unless an option allows it
+    cores: int | None = None  # that this process may use; None: unknown
 
 
 class Hosts(NamedTuple):

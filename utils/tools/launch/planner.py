@@ -20,6 +20,7 @@ from .methods import NAMES, choose
 from .methods.srun import for_part_of_job
 from .rank_environment import clean, threads_per_rank, watched
 
+RANKS_PER_GPU, RANKS_PER_CORE = 2, 4  # at most, unless Options.oversubscribe
 _SHOWN = 8  # hosts in a message
 
 
@@ -44,6 +45,7 @@ def make_plan(
             "env -u SLURM_NTASKS -u SLURM_NPROCS srun --het-group=0,1 python train.py"
         )
     hosts = _choose_hosts(options, allocation, host_info)
+    _check_numbers(options, hosts, host_info)
     binding = environ.get(CPU_BIND, "")
     if binding not in ("", NO_BINDING):
         try:
@@ -172,6 +174,32 @@ def _choose_hosts(options: Options, allocation: Allocation | None, host_info: Ho
     )
     partial = len(chosen) < len(with_ranks)
     return Hosts(names, ranks, cores, gpus, partial, tuple(notes), one_per_gpu, spares)
+
+
+def _check_numbers(options: Options, hosts: Hosts, host_info: HostInfo) -> None:
+    """Raise PlanError where an option gives a host more ranks than it can have in earnest.
+
+    A mistake such as -n 500 would take the host down. What the job has requested is not checked.
+    """
+    option = "--ntasks-per-node" if options.ntasks is None else "-n"
+    given = options.ntasks or options.ntasks_per_node
+    if given is None or options.oversubscribe:
+        return
+    for name, ranks, cores, gpus in zip(
+        hosts.names, hosts.ranks, hosts.cores, hosts.gpus, strict=True
+    ):
+        is_here = index_of(name, [host_info.name]) is not None
+        gpus = host_info.gpus if gpus is None and is_here else gpus or 0
+        cores = host_info.cores if cores is None and is_here else cores
+        limit = gpus * RANKS_PER_GPU or (cores or ranks) * RANKS_PER_CORE
+        if ranks > limit:
+            kind, count = ("GPU", gpus) if gpus else ("core", cores)
+            raise PlanError(
+                f"{option} is {given}: {ranks} ranks on {name}, which has {count} "
+                f"{kind}{'s' * (count != 1)}. Expected at most {limit} there, "
+                f"{RANKS_PER_GPU if gpus else RANKS_PER_CORE} for each {kind}. Give fewer, or add "
+                "--oversubscribe"
+            )
 
 
 class _Host(NamedTuple):

@@ -87,7 +87,8 @@ OPTIONS = {  # field of Job: its option
 }
 _FORMS = {  # field: pattern, example
     **{name: option.form for name, option in OPTIONS.items() if option.form},
-    "memory": (re.compile(r"[0-9]{1,15}[KMGT]B?", re.IGNORECASE), "64G"),
+    "memory": (re.compile(r"0|[0-9]{1,15}[KMGT]B?", re.IGNORECASE), "64G"),
+    "gpu_type": (_NAME, "a100"),
     "launcher": (re.compile(r"[a-z][a-z0-9_-]{0,30}"), "auto, torchrun, srun or mpiexec"),
 }
 _ENTRY_FORMS = {  # field whose entries have this form: pattern, example
@@ -115,9 +116,11 @@ class Job:
     spare: int = 0  # nodes that get ranks only in the place of another one
     max_restarts: int = 0  # of the ranks on the same nodes
     gpus_per_node: int = 0
+    gpu_type: str | None = None  # of Slurm: "a100"
     ranks_per_node: int | None = None  # None: one for each GPU, or one
+    oversubscribe: bool = False  # several ranks may share a GPU
     cores_per_rank: int | None = None
-    memory: str | None = None  # per node: "64G"
+    memory: str | None = None  # per node: "64G"; "0" is all that a node has, of Slurm only
     walltime: int | None = None  # seconds
     queue: str | None = None  # Slurm: partition
     account: str | None = None
@@ -136,7 +139,8 @@ class Job:
     directives: tuple[str, ...] = ()  # further options: "--constraint=a100", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
     container: str | None = None  # image of Apptainer or Singularity
-    stage: bool = False  # the ranks start from copies of their packages on each node
+    # Whether the ranks start from copies of their packages; None: as variables and files say.
+    stage: bool | None = None
     stage_dir: str | None = None  # local folder of each node for them; may hold variables
     preflight: tuple[str, ...] = ()  # options of doctor, which then checks the hosts first
 
@@ -196,8 +200,10 @@ class Job:
             words += ["--hang-timeout", f"{self.hang_timeout:g}"]
         if self.container:
             words += ["--container", self.container]
-        if self.stage:
-            words += ["--stage"]
+        if self.oversubscribe:
+            words += ["--oversubscribe"]
+        if self.stage is not None:
+            words += ["--stage" if self.stage else "--no-stage"]
         if self.stage_dir:
             words += ["--stage-dir", self.stage_dir]
         return " ".join(map(quote, [*words, "--", *self.command]))

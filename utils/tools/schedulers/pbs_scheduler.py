@@ -117,6 +117,16 @@ class Pbs(Scheduler):
 
 def _refuse(job: Job) -> None:
     """Raise JobError for what Slurm supports and PBS does not."""
+    if job.gpu_type:
+        raise JobError(
+            "gpus_per_node",
+            f"{job.gpu_type}:{job.gpus_per_node} is for Slurm only: PBS knows no types of GPUs. "
+            "Give the number, and what the site has for a type as --directive or chunk.",
+        )
+    if job.memory == "0":
+        raise JobError(
+            "memory", "0, all memory of the nodes, is for Slurm only. Give an amount, such as 64G."
+        )
     if job.dependency and ("?" in job.dependency or "singleton" in job.dependency):
         raise JobError(
             "dependency", f"{job.dependency!r} is for Slurm only. Write for example afterany:1234."

@@ -92,6 +92,7 @@ class Scheduler(ABC):
     submit_command: str  # "sbatch"
     option_pattern: re.Pattern[str]  # the beginning of an option of the submit command
     account_variable: str = ""  # the variable that names an account to the submit command
+    refused_variables: tuple[str, ...] = ()  # of the shell, without which submit_command runs
     can_requeue: bool = False  # whether users may put their running jobs back into the queue
 
     @abstractmethod
@@ -161,7 +162,9 @@ class Scheduler(ABC):
         """
         options = [word for words in self.directives(job) for word in words]
         words = self.submit_words(options, os.fspath(path))
-        output = run_command(words, timeout_seconds=SUBMIT_TIMEOUT_SECONDS).strip()
+        output = run_command(
+            words, timeout_seconds=SUBMIT_TIMEOUT_SECONDS, without=self.refused_variables
+        ).strip()
         last_line = output.split("\n")[-1]
         job_id = last_line.partition(";")[0]  # sbatch --parsable: "12;cluster"
         if not self.job_id_pattern.fullmatch(job_id):

@@ -85,6 +85,11 @@ class SlurmScheduler(Scheduler):
     job_id_pattern = re.compile(r"[0-9]+(?:_[0-9]+)?")
     job_id_examples = "1234 or 1234_5"
     submit_command = "sbatch"
+    # Variables of sbatch that add to the options of a job, or contradict them. "GPUS" and the
+    # like request other GPUs than --gpus-per-node; WAIT lets sbatch wait for the end.
+    refused_variables = tuple(
+        f"SBATCH_{name}" for name in ("ARRAY_INX", "GPUS", "GPUS_PER_TASK", "GRES", "WAIT")
+    )
     # -W has no value: "-W group_list=x" is of qsub.
     option_pattern = re.compile("--[a-z]|-[aAbBcCdDeFGhHiIJkLmMnNoOpqQsStuvVwxZ]|-W$")
     account_variable = "SBATCH_ACCOUNT"
@@ -222,11 +227,12 @@ def _field_options(job: Job) -> Iterator[list[str]]:
     # A job without ranks and GPUs leaves the tasks to `sbatch -n 3`, or launch.py counts the GPUs.
     counts_tasks = bool(job.ranks_per_node or job.gpus_per_node)
     cores = job.cores_per_rank and job.cores_per_rank * (job.ranks if one_agent else 1)
+    gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
     values: dict[str, str | int | None] = {
         "--nodes": job.nodes,
         "--ntasks-per-node": tasks if counts_tasks else None,
         "--cpus-per-task": cores,
-        "--gpus-per-node": job.gpus_per_node or None,
+        "--gpus-per-node": gpus if job.gpus_per_node else None,
         "--mem": job.memory and job.memory.upper().removesuffix("B"),
         "--time": job.walltime and format_walltime(job.walltime),
         # Without this a job whose dependency cannot be met stays queued.

@@ -68,12 +68,16 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
     if args.spare < 0:
         raise UsageError(f"--spare is {args.spare}. Expected 0 or more")
     command = _command(args)
-    gpus = profile.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node
+    gpu_type, gpus = args.gpus_per_node or (None, profile.gpus_per_node)
+    args.nodes = _nodes(args, gpus) if args.nodes is None else args.nodes
     requested_ranks = _ranks_per_node(args)
+    _check_ranks(args, gpus, requested_ranks)
     ranks = requested_ranks or gpus or 1
     # Where nodes are exclusive and the scheduler knows no GPUs, the ranks are requested instead.
     request_gpus = profile.request_gpus or args.gpus_per_node is not None
-    stage = args.stage_dir is not None or profile.stage if args.stage is None else args.stage
+    stage = args.stage
+    if stage is None and (args.stage_dir is not None or profile.stage):
+        stage = True
     queue, directives = _queue_and_directives(args, profile)
     plain = {name: getattr(args, name) for name in OPTIONS}
     if args.mail_user and not args.mail_type:  # without it, Slurm sends nothing
@@ -85,6 +89,8 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         spare=args.spare,
         max_restarts=args.max_restarts,
         gpus_per_node=(gpus or 0) if request_gpus else 0,
+        gpu_type=gpu_type,
+        oversubscribe=args.oversubscribe,
         ranks_per_node=requested_ranks if request_gpus else ranks,
         cores_per_rank=args.cores_per_rank or _share_of_cores(profile, ranks),
         memory=args.memory or profile.memory_per_node,
@@ -102,6 +108,42 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         stage=stage,
         stage_dir=(args.stage_dir or profile.stage_dir) if stage else None,
     )
+
+
+def gpu_count(text: str) -> tuple[str | None, int]:
+    """Return the type and number of GPUs per node: "a100:4" -> ("a100", 4), "4" -> (None, 4).
+
+    Raises argparse.ArgumentTypeError.
+    """
+    found = re.fullmatch(r"(?:([A-Za-z0-9_][\w.-]*):)?([0-9]{1,6})", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of GPUs. Expected one such as 4 or, under Slurm, a100:4"
+        )
+    return found[1], int(found[2])
+
+
+def _nodes(args: argparse.Namespace, gpus: int | None) -> int:
+    """Return how many nodes --ntasks needs, with one rank for each GPU."""
+    if args.ntasks is None or not gpus or args.oversubscribe or args.ntasks <= gpus:
+        return 1
+    if args.ntasks % gpus:
+        raise UsageError(
+            f"--ntasks {args.ntasks} is not a multiple of the {gpus} GPUs of a node, of which each "
+            "gets a rank. Give a multiple, or --nodes."
+        )
+    return int(args.ntasks) // gpus
+
+
+def _check_ranks(args: argparse.Namespace, gpus: int | None, ranks: int | None) -> None:
+    """Raise UsageError where ranks would share GPUs. ranks: on each node."""
+    if gpus and ranks and ranks > gpus and not args.oversubscribe:
+        nodes = -(-ranks * args.nodes // gpus)
+        raise UsageError(
+            f"{ranks} ranks on each node are more than its {gpus} GPU{'s' * (gpus > 1)}. Expected "
+            f"one rank for each GPU. Give --nodes {nodes}, fewer ranks, or --oversubscribe if they "
+            "are to share GPUs; --gpus-per-node 0 where they use none."
+        )
 
 
 def _command(args: argparse.Namespace) -> tuple[str, ...]:

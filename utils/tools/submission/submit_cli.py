@@ -20,7 +20,7 @@ from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, JobError
 from . import profiles, queries
 from . import submissions as records
-from .build_job import COMMANDS, UsageError, choose_profile
+from .build_job import COMMANDS, UsageError, choose_profile, gpu_count
 from .following import note
 from .paths import doctor_words
 from .profiles import ProfileError
@@ -229,7 +229,8 @@ def _add_run_options(parser: ArgumentParser) -> None:
 
 
 def _add_resource_options(add: Callable[..., object]) -> None:
-    add("-N", "--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
+    nodes = "nodes (default: as many as --ntasks needs with one rank for each GPU, or 1)"
+    add("-N", "--nodes", type=int, metavar="N", help=nodes)
     spare = "more nodes, which get ranks only in the place of one that fails (default: 0)"
     add("--spare", type=int, default=0, metavar="N", help=spare)
     restarts = "restarts on the same nodes after a failure, unless it comes again (default: 0)"
@@ -250,8 +251,11 @@ def _add_resource_options(add: Callable[..., object]) -> None:
         metavar="N",
         help="cores of each rank",
     )
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs per node; 0 for none")
-    add("--mem", dest="memory", metavar="SIZE", help="memory per node, for example 64G")
+    gpus = "GPUs per node; 0 for none. Slurm: with a type, as in a100:4"
+    add("--gpus-per-node", type=gpu_count, metavar="[TYPE:]N", help=gpus)
+    add("--oversubscribe", action="store_true", help="allow more ranks than GPUs on a node")
+    memory = "memory per node, for example 64G; Slurm: 0 for all of it"
+    add("--mem", dest="memory", metavar="SIZE", help=memory)
     add(
         "-t",
         "--time",
