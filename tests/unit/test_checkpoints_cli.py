@@ -38,7 +38,7 @@ def test_damage_and_a_wrong_folder_have_exit_status_1(tmp_path: Path, capfd: pyt
     assert main(["checkpoints", "verify", str(tmp_path / "a")]) == 1
     first, second = capfd.readouterr().out.splitlines()
     assert "damaged: rank-00000.safetensors: bytes" in first and second.endswith("intact")
-    for words, problem in (([str(tmp_path / "b")], "there is no folder"), ([str(tmp_path)], "is no checkpoint in"),
+    for words, problem in (([str(tmp_path)], f"is no checkpoint in '{tmp_path}'"),
                            ([str(tmp_path / "a"), "--step", "7"], "there is no checkpoint of step 7")):
         assert main(["checkpoints", "list", *words]) == 1
         assert problem in capfd.readouterr().err

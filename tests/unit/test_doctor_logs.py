@@ -200,7 +200,8 @@ def test_streams_of_another_encoding_or_none(
 
 @pytest.mark.parametrize("words", [
     ["utils", "doctor", "--only", "installation"], ["scripts/launch.py", "--dry-run", "ls"],
-    ["utils", "plan", "--parameters", "1e9"], ["-m", "utils.launchers"]], ids=" ".join)
+    ["utils", "plan", "--parameters", "1e9"], ["-m", "utils.launchers"], ["utils", "--print-completion", "bash"],
+    ["utils", "--help"], ["utils", "sites", "list"], ["utils", "launch", "--help"]], ids=" ".join)
 def test_reader_that_has_ended_is_no_error(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -98,9 +98,9 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     ("train.py --data=LOCAL/filled", {}, "exists on this host only"),
     ("train.py --cache=LOCAL/empty", {}, ""), ("train.py --cache=LOCAL", {}, ""),
     ("train.py --cache=/mnt/bb/me/cache", {}, ""), ("python -m package.train", {}, ""),
-    ("missing.py", {}, "does not exist"), ("train.py /nowhere/at/all", {}, "does not exist"),
+    ("missing.py", {}, "command: no such file: missing.py (in "), ("train.py /nowhere/at/all", {}, "no such file"),
     ("trainer", {"setup": ("source tools",)}, ""),  # may bring it
-    ("train.py", {"container": "image.sif"}, "does not exist"),
+    ("train.py", {"container": "image.sif"}, "container: no such file: image.sif"),
     ("train.py", {"output": "logs/x.out"}, "mkdir -p")])
 def test_paths_unseen_by_nodes(folders: tuple[Path, Path], command: str, more: dict[str, Any], problem: str) -> None:
     shared, local = folders

@@ -6,6 +6,12 @@ import argparse
 import re
 from typing import Any, ClassVar, NoReturn
 
+from .missing_files import closest
+
+_CHOICE = re.compile(  # "argument subcommand: invalid choice: 'lsit' (choose from list, new)"
+    r"argument (?P<name>\S+): invalid choice: '?(?P<found>[^']*)'? \(choose from (?P<choices>.*)\)"
+)
+
 
 class ParserFound(BaseException):
     """A command has made its parser, and runs no further. No Exception: some commands report it."""
@@ -32,14 +38,19 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message as one line; exit with status 2."""
-        import difflib  # every launch would notice the time to load it
-
         if unknown := re.match(r"unrecognized arguments: ([\w-]*)", message):
             name = unknown[1].replace("_", "-")
             options = [word for word in self._option_string_actions if word.startswith("--")]
             longer = [word for word in options if word.startswith(name) and name[2:]]
-            near = longer or difflib.get_close_matches(name, options, 1, 0.7)
-            hints = [f"Did you mean {near[0]}?"] if near else []
+            near = longer[0] if longer else closest(name, options)
+            hints = [f"Did you mean {near}?"] if near else []
             hints += [self.for_others] if self.for_others else []
             message = f"{message}. {' '.join(hints) or f'Its options: {self.prog} --help'}"
+        elif wrong := _CHOICE.match(message):
+            choices = [choice.strip("' ") for choice in wrong["choices"].split(",")]
+            near = closest(wrong["found"], choices)
+            hint = f"Did you mean {near}?" if near else f"See: {self.prog} --help"
+            option = f"{wrong['name']}: " if wrong["name"].startswith("-") else ""
+            message = f"{option}there is no {wrong['found']!r}. Expected one of: "
+            message += f"{', '.join(choices)}. {hint}"
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -13,6 +13,7 @@ from typing import Any
 from ..log import get_logger, print_result
 from ..metrics.run_log import FILE_NAME
 from .arguments import ArgumentParser
+from .missing_files import no_such_file
 from .read_run import Run, read_run
 
 _log = get_logger(__name__)
@@ -59,6 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
             f"{error.filename}: {error.strerror}. Expected a {FILE_NAME} or its folder, and a "
             "writable folder for --output. Correct the path"
         )
+        if isinstance(error, FileNotFoundError) and error.filename != str(output):
+            problem = no_such_file(error.filename, f"Expected a {FILE_NAME} or its folder")
     except ValueError as error:
         problem = str(error)
     else:

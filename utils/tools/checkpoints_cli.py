@@ -16,6 +16,7 @@ from ..checkpoint.rank_file import check_file
 from ..checkpoint.storage import checkpoint_names, read_manifest
 from ..log import print_result
 from .arguments import ArgumentParser
+from .missing_files import no_such_file
 
 DESCRIPTION = """\
 List, verify and export the checkpoints of a training. Nothing in their folder changes.
@@ -24,7 +25,7 @@ ddpkit checkpoints list checkpoints                             steps, ranks, si
 ddpkit checkpoints verify checkpoints                           read all bytes, compare checksums
 ddpkit checkpoints export checkpoints model.safetensors         one part of the newest, whole
 
-Exit status: 0; 1 for a damaged checkpoint, or none.
+Exit status: 0; 1 for a damaged checkpoint, or none; 2 for a command line that is wrong.
 """
 
 
@@ -52,8 +53,16 @@ def main(words: Sequence[str]) -> int:
         return _report(args.folder, args.step, args.action == "verify", args.json)
     except CheckpointError as error:
         problem = str(error)
-    except FileNotFoundError:
-        problem = f"there is no folder {args.folder}. Expected that of a Checkpointer"
+    except FileNotFoundError as error:
+        if args.folder.is_dir():
+            problem = f"{error.filename}: {explain(error)}"
+        else:
+            wanted = "Expected the folder of a Checkpointer"
+            print(
+                f"ddpkit checkpoints: error: {no_such_file(str(args.folder), wanted)}",
+                file=sys.stderr,
+            )
+            return 2
     except OSError as error:
         problem = f"{args.folder}: {explain(error)}"
     print(f"ddpkit checkpoints: error: {problem}", file=sys.stderr)
@@ -68,7 +77,7 @@ def _report(folder: Path, step: int | None, verify: bool, as_json: bool) -> int:
     if not checkpoints:
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointError(
-            f"there is no {wanted} in {folder}. Expected the folder of a training"
+            f"there is no {wanted} in {str(folder)!r}. Expected the folder of a training"
         )
     for checkpoint in checkpoints:
         problem = checkpoint.get("problem")

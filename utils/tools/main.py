@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from .. import __version__
 from . import defaults, interpreter
+from .missing_files import closest
 
 
 class Command(NamedTuple):
@@ -44,7 +44,7 @@ COMMANDS = {
     ),
     "doctor": Command("find out what is wrong with a job", "doctor.doctor_cli"),
     "bench": Command(
-        "measure collectives, links between hosts, how a training scales, and its settings",
+        "measure collectives, links between hosts, and how a training scales",
         "bench.bench_cli",
         needs_torch=True,
     ),
@@ -68,6 +68,16 @@ _OF_JOB_SCRIPTS = {"job": Command("", "submission.job_start")}
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. words: its name and arguments; None: sys.argv."""
     words = sys.argv[1:] if words is None else list(words)
+    try:
+        status = _run(words)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as in `ddpkit --help | head`: whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(words: list[str]) -> int:
     name, arguments = (words[0], words[1:]) if words else ("", [])
     command = (COMMANDS | _OF_JOB_SCRIPTS).get(name)
     if command is not None:
@@ -77,7 +87,9 @@ def main(words: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"{__package__}.{command.module}")
         status: int = module.main(arguments)
         return status
-    if name in ("-h", "--help"):
+    if name in ("help", "-h", "--help"):
+        if arguments and arguments[0] in COMMANDS:
+            return _run([*arguments, "--help"])
         print(_usage())
         return 0
     if name == "--print-completion":
@@ -87,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for name, command in COMMANDS.items()
         }
         return int(completion.main(arguments, modules))
-    if name == "--version":
+    if name in ("version", "-V", "--version"):
         print(f"ddpkit {__version__}")
         return 0
     if not name:
@@ -101,7 +113,7 @@ def _usage() -> str:
         f"  {name:<11} {command.description}" for name, command in COMMANDS.items()
     )
     options = (
-        "Options: ddpkit COMMAND --help. Version: ddpkit --version\n"
+        "Options: ddpkit COMMAND --help, or ddpkit help COMMAND. Version: ddpkit --version\n"
         "Tab completion (needs shtab): ddpkit --print-completion bash, or zsh"
     )
     return f"usage: ddpkit COMMAND ...\n\ncommands:\n{commands}\n\n{options}"
@@ -116,8 +128,9 @@ def _unknown(words: Sequence[str]) -> str:
     elif name.endswith(".py") or os.path.isfile(name):
         meant = [f"ddpkit {command} {shlex.join(words)}" for command in ("launch", "submit run")]
     else:
-        near = difflib.get_close_matches(name.lower(), COMMANDS, 1)
-        meant = [f"ddpkit {shlex.join([*near, *arguments])}"] if near else []
+        near = closest(name.lower(), [*COMMANDS, *_SUBCOMMANDS])
+        near = _SUBCOMMANDS.get(near, near)
+        meant = [f"ddpkit {shlex.join([*near.split(), *arguments])}"] if near else []
     hint = f" Did you mean: {', or '.join(meant)}" if meant else ""
     return f"{name!r} is not a command. Expected one of: {', '.join(COMMANDS)}.{hint}"
 

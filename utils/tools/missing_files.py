@@ -9,22 +9,26 @@ import shlex
 _LIKENESS = 0.7  # of names that are suggested: 0 nothing in common, 1 the same
 
 
-def no_such_file(path: str, remedy: str = "") -> str:
+def no_such_file(path: str, remedy: str = "", folder: str = "") -> str:
     """Return that a file does not exist, and a file of almost the same name beside it.
 
-    remedy: what to do where there is none such; "" to check the path.
+    remedy: what to do where there is none such; "" to check the path. folder: from which a relative
+    path starts; "" for the current one.
     """
-    folder, name = os.path.split(path)
+    base, (above, name) = folder or os.getcwd(), os.path.split(path.rstrip(os.sep))
     end = os.path.splitext(name)[1]
-    others = glob.glob(os.path.join(glob.escape(folder), f"*{end}"))
+    others = glob.glob(os.path.join(glob.escape(os.path.join(base, above)), f"*{end}"))
     near = closest(name, [os.path.basename(other) for other in others])
-    remedy = f"Did you mean {os.path.join(folder, near)}?" if near else remedy or "Check the path"
-    where = "" if os.path.isabs(path) else f" (in {os.getcwd()})"
+    remedy = f"Did you mean {os.path.join(above, near)}?" if near else remedy or "Check the path"
+    where = "" if os.path.isabs(path) else f" (in {base})"
     return f"no such file: {path or repr(path)}{where}. {remedy}"
 
 
-def no_such_program(name: str) -> str:
-    """Return why a program cannot be started here, and what was meant; name: as it was typed."""
+def no_such_program(name: str, folder: str = "") -> str:
+    """Return why a program cannot be started, and what was meant.
+
+    name: as it was typed. folder: from which a relative path starts; "" for the current one.
+    """
     if os.path.isdir(name):
         return f"{name} is a folder. Expected a script or a program. Check the path"
     if os.sep in name and os.path.isfile(name):
@@ -32,7 +36,9 @@ def no_such_program(name: str) -> str:
             f"{name} is not executable. Expected a program, or a script whose name ends in .py. "
             f"Run chmod +x {shlex.quote(name)}, or check the path"
         )
-    scripts = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), "*.py"))
+    parent = os.path.dirname(name)
+    found = glob.glob(os.path.join(glob.escape(os.path.join(folder, parent)), "*.py"))
+    scripts = [os.path.join(parent, os.path.basename(path)) for path in found]
     near = f"{name}.py" if f"{name}.py" in scripts else closest(f"{name}.py", scripts)
     if near:
         return f"no such program: {name}. Did you mean {near}?"

@@ -18,6 +18,7 @@ from ...log import print_result
 from ...visible_text import visible
 from .. import interpreter
 from ..arguments import ArgumentParser
+from ..missing_files import no_such_file
 from . import logs, run_checks
 
 _EXIT_SECONDS = 5.0
@@ -148,12 +149,10 @@ def _logs(words: Sequence[str]) -> int:
                 ]
             )
     except OSError as error:
-        print(
-            f"ddpkit doctor: error: {error.filename} cannot be read: {error.strerror}. Expected "
-            "the "
-            "output file of a job. Check the path.",
-            file=sys.stderr,
-        )
+        problem = f"{error.filename} cannot be read: {error.strerror}. Expected the output of a job"
+        if isinstance(error, FileNotFoundError):
+            problem = no_such_file(error.filename, "Expected the output file of a job")
+        print(f"ddpkit doctor: error: {problem}", file=sys.stderr)
         return _EXIT_WRONG_USE
     text = json.dumps(logs.as_dict(found), indent=2) if args.json else logs.describe(found)
     print_result(visible(text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from ...job.commands import SchedulerError
 from ...job.notation import format_walltime, parse_size
+from ..missing_files import closest, no_such_file, no_such_program
 from .job_spec import Job
 from .scheduler import Queue, Status
 
@@ -31,8 +31,8 @@ def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
     known = [queue.name for queue in queues]
     unknown = [name for name in names if name not in known]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"Did you mean {near[0]}? " if near else ""
+        near = closest(unknown[0], known)
+        hint = f"Did you mean {near}? " if near else ""
         return [f"queue: there is no {kind} {unknown[0]}. {hint}Take one of: {', '.join(known)}."]
 
     if names:
@@ -163,10 +163,7 @@ def _check_program(name: str, base: Path) -> list[str]:
         return []
     if (base / name).is_file():
         return [f"command: {name} is a file in {base}, but not a program on PATH. Write ./{name}."]
-    return [
-        f"command: {name} is neither a file here nor a program on PATH. Give the script or the "
-        "program to run."
-    ]
+    return [f"command: {no_such_program(name, str(base)).rstrip('.')}."]
 
 
 def _check_file(field: str, name: str, base: Path, *, must_exist: bool) -> list[str]:
@@ -176,10 +173,7 @@ def _check_file(field: str, name: str, base: Path, *, must_exist: bool) -> list[
         job_may_make_it = not path.is_absolute() or path.parent.exists() or on_nodes
         if job_may_make_it and not must_exist:
             return []
-        return [
-            f"{field}: {name} does not exist (looked for {path}). Correct the path; it starts from "
-            "the submit folder."
-        ]
+        return [f"{field}: {no_such_file(name, folder=str(base)).rstrip('.')}."]
 
     root = _node_local_root(path.resolve())
     job_fills_it = not must_exist and _is_empty_folder(path)

@@ -7,7 +7,6 @@ A mistake is reported with file, line and key.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from ...host.cores import CPU_BIND, parse_binding
 from ...host.masks import VENDORS
 from ..launch.methods import NAMES
+from ..missing_files import closest, no_such_file
 from .paths import JOBS
 
 FOLDER = JOBS / "sites"
@@ -152,10 +152,10 @@ def read_text(path: Path) -> str:
             )
         return content.decode()
     except OSError as error:
-        raise ProfileError(
-            f"The site file {path} cannot be read: {error.strerror}. Expected the path of a YAML "
-            "file. Check the path."
-        ) from None
+        problem = f"{path} cannot be read: {error.strerror}. Expected a YAML file. Check the path"
+        if isinstance(error, FileNotFoundError):
+            problem = no_such_file(str(path), "Check the path of the site file")
+        raise ProfileError(f"{problem}.") from None
     except UnicodeDecodeError as error:
         raise ProfileError(
             f"The site file {path} is not UTF-8 text: {error.reason} at byte {error.start}. Save "
@@ -260,8 +260,8 @@ def texts(node: Node, key: str) -> tuple[str, ...]:
 
 def suggestion(word: str, known: list[str]) -> str:
     """Return " Did you mean ...?" if a known word is similar to this one, else ""."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = closest(word, known)
+    return f" Did you mean {near!r}?" if near else ""
 
 
 # The keys of a profile: what converts each value, and an example ----------------------------------

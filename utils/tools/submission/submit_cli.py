@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
 import shlex
 import sys
@@ -16,6 +15,7 @@ from ...visible_text import visible
 from .. import defaults
 from ..arguments import ArgumentParser
 from ..defaults import DefaultsError
+from ..missing_files import closest
 from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, JobError
 from . import profiles, queries
@@ -147,11 +147,11 @@ def _no_subcommand(words: Sequence[str]) -> str:
     if not words:
         return f"{found}. {expected}. See: ddpkit submit --help"
     looks_like_script = words[0].endswith(".py") or "/" in words[0] or os.path.isfile(words[0])
-    near = difflib.get_close_matches(words[0].lower(), COMMANDS, 1)
+    near = closest(words[0].lower(), list(COMMANDS))
     if looks_like_script or words[0].startswith("-"):
         meant = ["run", *words]
     elif near:
-        meant = [*near, *words[1:]]
+        meant = [near, *words[1:]]
     else:
         return f"{found}. {expected}. See: ddpkit submit --help"
     return f"{found}. {expected}. Did you mean: ddpkit submit {shlex.join(meant)}"
