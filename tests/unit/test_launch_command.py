@@ -129,7 +129,7 @@ def test_torchrun_names_the_script_in_its_summary(folder: Path) -> None:
     assert done.returncode == 1 and "\nfails.py FAILED\n" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("options", [[], ["--torchrun"]])
+@pytest.mark.parametrize("options", [[], ["--torchrun"], ["--launcher", "torchrun"]])
 def test_syntax_error_of_the_script_is_the_last_line(options: list[str], folder: Path) -> None:
     (folder / "broken.py").write_text("import os\nx = (\n")
     done = launch("-n", "2", *options, "broken.py", folder=folder)
@@ -216,6 +216,18 @@ def test_output_of_each_rank_is_labelled_or_in_its_own_file_and_a_shell_can_hand
     assert (folder / "out/now/rank-0.log").read_text() == "rank 0\nerror\n" * 2
     done = launch("sh", "-c", "trap 'echo stopped' USR1; kill -USR1 $$; :", folder=folder)
     assert done.stdout == "stopped\n"  # the signal is not ignored
+
+
+@pytest.mark.parametrize(("options", "is_shown"), [([], False), (["-v"], True), (["--dry-run"], True)])
+def test_command_of_an_mpiexec_is_printed_on_request(options: list[str], is_shown: bool, folder: Path) -> None:
+    mpiexec = folder / "mpiexec"
+    mpiexec.write_text('#!/bin/sh\necho HYDRA build details\n')
+    mpiexec.chmod(0o755)
+    (folder / "nodes").write_text(f"{socket.gethostname()}\nother\n")
+    job = {"PBS_JOBID": "1.server", "PBS_NODEFILE": str(folder / "nodes")}
+    done = launch("--launcher", str(mpiexec), *options, "package/module.py", folder=folder, **job)
+    assert "ddpkit launch: 2 ranks on 2 hosts (1 each) by MPICH's mpiexec" in done.stderr
+    assert (f"{shlex.quote(str(mpiexec))} " in done.stdout + done.stderr) == is_shown, done.stderr
 
 
 def test_mpiexec_that_starts_no_rank_is_a_failure(folder: Path) -> None:

@@ -73,6 +73,7 @@ def quoted(path: str) -> str:
     ("run --site generic-pbs --nodes 2 --spare 1 train.py",
      ["select=3:", "#PBS -W tolerate_node_failures=all\n", " --spare 1 -- train.py"], "max-restarts"),
     ("run --site generic-slurm --stage train.py", [" --stage -- train.py"], "stage-dir"),
+    ("run --site generic-slurm --label --output-dir out train.py", [" --label --output-dir out -- train.py"], "stage"),
     ("run --site generic-slurm --no-stage train.py", [" --no-stage -- train.py"], "stage-dir"),
     ("run --site generic-slurm -n 16 --gpus-per-node 4 train.py",
      ["--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4"], "oversubscribe"),
@@ -255,6 +256,14 @@ def test_variables_that_break_a_submission_do_not_reach_sbatch(login: Login, mon
     login.commands.write("sbatch", "#!/bin/bash\nenv >&2; exit 1\n")
     error = login.submit("run", "train.py").err
     assert "SBATCH_RESERVATION" in error and not [name for name in refused if f"{name}=" in error]
+
+
+@pytest.mark.parametrize(("words", "is_noted"), [
+    ("--site lumi", True), ("--site derecho", True), ("--site lumi --time 2h", False),
+    ("--site lumi --directive=--time=2:00:00", False), ("--site derecho '--directive=-l walltime=2:00:00'", False)])
+def test_dry_run_without_a_time_limit_notes_that(words: str, is_noted: bool, login: Login) -> None:
+    done = login.submit("run", "--dry-run", "--account", "p", *shlex.split(words), "train.py")
+    assert ("note: no --time is given: the limit is the default of the queue" in done.err) == is_noted
 
 
 def test_nodes_are_shared_on_request(login: Login) -> None:

@@ -76,9 +76,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("how the ranks are started").add_argument
-    names = f"auto (default), {', '.join(NAMES)}, or the path of an mpiexec"
+    names = f"auto (default), {', '.join(NAMES)}, torchrun, or the path of an mpiexec"
     add("--launcher", default="auto", metavar="NAME", help=names)
-    add("--torchrun", action="store_true", help="start one torchrun agent on each host")
+    torchrun = "start one torchrun agent on each host; --launcher torchrun is the same"
+    add("--torchrun", action="store_true", help=torchrun)
     restarts = "restarts on the same hosts after a failure, unless it comes again (default 0)"
     add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
     module = "MODULE [ARGUMENT ...]: run a module instead of a script, as python -m does"
@@ -123,12 +124,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("-l", "--label", action="store_true", help="put the rank before each line of output")
     folder = "write the output of each rank to FOLDER/rank-N.log"
     add("--output-dir", metavar="FOLDER", help=folder)
+    add("-v", "--verbose", action="store_true", help="print the command that starts the ranks")
     failure = "append what failed first, as JSON, to this file instead of standard error"
     add("--failure-file", metavar="PATH", help=failure)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     args = parser.parse_args(arguments)
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if args.launcher == "torchrun":  # its agents are started by the best available launcher
+        args.launcher, args.torchrun = "auto", True
     if args.module is not None:
         args.command = ["-m", *args.module]
     if args.command == ["-m"]:
@@ -198,7 +202,7 @@ def launch(arguments: Sequence[str] | None = None) -> Outcome:
         if args.stage:
             print_status("--stage: the ranks start from copies of their packages on each node")
         return Outcome(0, "complete")
-    if not plan.method.local:
+    if args.verbose:
         print_status(lines[0])
         if len(lines) > 1:
             print_status(f"and {len(lines) - 1} more like this; --dry-run shows all")

@@ -98,8 +98,8 @@ def _checked(options: Options) -> Options:
     """Return the options in a consistent form. PlanError for a value that cannot be used."""
     if options.launcher not in ("auto", *NAMES):
         raise PlanError(
-            f"--launcher is {options.launcher!r}. Expected auto, {', '.join(NAMES)} or the path of "
-            "an mpiexec"
+            f"--launcher is {options.launcher!r}. Expected auto, {', '.join(NAMES)}, torchrun or "
+            "the path of an mpiexec"
         )
     for (name, value), (other, other_value) in (
         (("-n", options.ntasks), ("--ntasks-per-node", options.ntasks_per_node)),

@@ -130,6 +130,8 @@ class Job:
     module_paths: tuple[str, ...] = ()  # for `module use`
     modules: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    label: bool = False  # the rank stands before each line of output
+    output_dir: str | None = None  # a file for the output of each rank
     launcher: str = "auto"  # "torchrun", or a value of ddpkit launch --launcher
     hang_timeout: float | None = None  # seconds; 0: torch's own limit alone ends a job that hangs
     mail_user: str | None = None
@@ -155,7 +157,7 @@ class Job:
         for name, (pattern, example) in _ENTRY_FORMS.items():
             for entry in getattr(self, name):
                 _check_form(name, entry, pattern, example)
-        for name in ("output", "container"):
+        for name in ("output", "container", "output_dir"):
             if getattr(self, name) is not None:
                 _check_path(name, getattr(self, name))
         for entry in self.directives:
@@ -198,6 +200,10 @@ class Job:
             words += ["--max-restarts", str(self.max_restarts)]
         if self.hang_timeout is not None:
             words += ["--hang-timeout", f"{self.hang_timeout:g}"]
+        if self.label:
+            words += ["--label"]
+        if self.output_dir:
+            words += ["--output-dir", self.output_dir]
         if self.container:
             words += ["--container", self.container]
         if self.oversubscribe:

@@ -42,6 +42,7 @@ class Pbs(Scheduler):
     name = "pbs"
     directive_prefix = "#PBS"
     submit_command = "qsub"
+    time_limit_pattern = re.compile("-l *(.*,)?walltime=")
     option_pattern = re.compile("-[aAcCefGhIjJklmMNopPqrRSuvVWXz]")
     # "12.pbs-head", "79[].pbs_2", "12.sched@sched-2": number, submission server, server now
     job_id_pattern = re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:\.[A-Za-z0-9_.-]+)?(?:@[A-Za-z0-9_.-]+)?")

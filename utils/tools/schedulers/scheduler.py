@@ -92,6 +92,7 @@ class Scheduler(ABC):
     submit_command: str  # "sbatch"
     option_pattern: re.Pattern[str]  # the beginning of an option of the submit command
     account_variable: str = ""  # the variable that names an account to the submit command
+    time_limit_pattern: re.Pattern[str]  # the beginning of an option that limits the time
     refused_variables: tuple[str, ...] = ()  # of the shell, without which submit_command runs
     can_requeue: bool = False  # whether users may put their running jobs back into the queue
 
@@ -120,6 +121,11 @@ class Scheduler(ABC):
         """Return the options of a job as lines of its script. Raises JobError as directives()."""
         options = (" ".join(map(self.quote, words)) for words in self.directives(job))
         return [f"{self.directive_prefix} {option}" for option in options]
+
+    def has_time_limit(self, job: Job) -> bool:
+        """Return whether the options of a job limit its time."""
+        options = (" ".join(words) for words in self.directives(job))
+        return any(map(self.time_limit_pattern.match, options))
 
     @abstractmethod
     def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:

@@ -93,6 +93,7 @@ class SlurmScheduler(Scheduler):
     # -W has no value: "-W group_list=x" is of qsub.
     option_pattern = re.compile("--[a-z]|-[aAbBcCdDeFGhHiIJkLmMnNoOpqQsStuvVwxZ]|-W$")
     account_variable = "SBATCH_ACCOUNT"
+    time_limit_pattern = re.compile("--time[= ]|-t")
     can_requeue = True
 
     def directives(self, job: Job) -> list[list[str]]:

@@ -99,6 +99,8 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         module_paths=profile.module_paths,
         modules=profile.modules,
         environment=_environment(args, profile, ranks),
+        label=args.label,
+        output_dir=args.output_dir,
         launcher=args.launcher or profile.launcher,
         hang_timeout=args.hang_timeout,
         preflight=_preflight(args),

@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         )
 
     if args.dry_run:
+        if job.walltime is None and not scheduler.has_time_limit(job):
+            note("note: no --time is given: the limit is the default of the queue")
         if args.site is None:  # the scheduler of this host; that of a named site may be far away
             problems += scheduler.check(job)
         for problem in check_paths(job) if args.site else ():

@@ -318,6 +318,9 @@ def _add_environment_options(add: Callable[..., object]) -> None:
         help="environment variable; NAME alone takes its value from this shell, unseen by ps",
     )
     add("--python", metavar="PATH", help="of the ranks; default: that of the active environment")
+    add("--label", action="store_true", help="put the rank before each line of output")
+    folder = "write the output of each rank to FOLDER/rank-N.log"
+    add("--output-dir", metavar="FOLDER", help=folder)
     hang = (
         "explain and end a job without progress for so long; 0: never. Default: as the script says"
     )
