@@ -11,6 +11,7 @@ from tests.unit.programs import python
 from utils.tools import host_pairs, operations
 from utils.tools.bench import bench_cli as cli
 from utils.tools.bench import links
+from utils.tools.bench.collective_bench import Sweep
 
 EVERY_OPERATION = """
 from utils import setup_distributed
@@ -65,6 +66,11 @@ def test_links_are_fitted_to_a_ring() -> None:
     assert found.bandwidth_bytes_per_second == pytest.approx(5e9)
 
 
+def test_the_largest_size_is_measured() -> None:
+    assert list(Sweep(1 << 10, 1 << 25, 1).sizes()) == [*(1 << 10 + 2 * step for step in range(8)), 1 << 25]
+    assert list(Sweep(8, 8, 1).sizes()) == [8] and list(Sweep(8, 32, 1).sizes()) == [8, 32]
+
+
 def test_percentiles_are_by_nearest_rank() -> None:
     assert [operations.percentile(range(1, 21), percent) for percent in (50, 95, 99)] == [10, 19, 20]
 
@@ -76,7 +82,7 @@ def test_wrong_elements_are_counted() -> None:
 
 def test_table_of_each_operation_once_json_and_links(tmp_path: Path) -> None:
     saved, measured = tmp_path / "new" / "results.json", tmp_path / "other" / "links.json"
-    done = python("utils", "bench", "collectives", "-b", "1000", "-e", "64K", "-n", "3", "--json", str(saved),
+    done = python("utils", "bench", "collectives", "-b", "1000", "-e", "60K", "--iters", "3", "--output", str(saved),
                   "--links", str(measured), *operations.OPERATIONS, "all_gather", ranks=2, warm=True)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
@@ -84,7 +90,7 @@ def test_table_of_each_operation_once_json_and_links(tmp_path: Path) -> None:
     assert last.endswith("all results are correct.")
     found = json.loads(saved.read_text())
     rows = {(row["operation"], row["size_bytes"]): row for row in found["results"]}
-    assert len(found["results"]) == len(rows) == 3 * 4 and ("reduce_scatter", 64000) in rows
+    assert len(found["results"]) == len(rows) == 3 * 4 and ("reduce_scatter", 60 << 10) in rows
     for name, factor in {"all_reduce": 1, "all_gather": 0.5, "reduce_scatter": 0.5}.items():
         row = rows[name, 16000]
         assert row["algorithm_bandwidth"] == pytest.approx(16000 / row["seconds"])
@@ -101,7 +107,7 @@ def test_one_rank_is_refused(one_rank: None, capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["collectives", "-n", "0"], "expected 0 < -b <= -e"),
+    (["collectives", "--iters", "0"], "expected 0 < -b <= -e"),
     (["collectives", "-b", "8", "-e", "4"], "expected 0 < -b <= -e"),
     (["ddp", "--steps", "0", "x.py"], "expected --batch"),
     (["ddp", "--batch", "0", "x.py"], "expected --batch")])

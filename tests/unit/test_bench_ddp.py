@@ -129,7 +129,7 @@ while True:
 def test_slow_rank_is_found_although_the_script_waits_for_it(tmp_path: Path) -> None:
     script, table = tmp_path / "script.py", tmp_path / "table.json"
     script.write_text(SLOW_RANK)
-    done = python("utils", "bench", "ddp", "--full-only", "--steps", "3", "--json", str(table), "-n", "2",
+    done = python("utils", "bench", "ddp", "--full-only", "--steps", "3", "--output", str(table), "-n", "2",
                   str(script))
     assert re.search(r"% efficiency \(weak scaling\) on 2 ranks", done.stdout), done.stdout + done.stderr
     points = json.loads(table.read_text())["points"]

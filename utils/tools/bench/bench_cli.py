@@ -71,10 +71,10 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add = sweep.add_argument
     add("-b", "--minbytes", type=_bytes, default=_SMALLEST, metavar="N", help="default: 1K")
     add("-e", "--maxbytes", type=_bytes, default=1 << 25, metavar="N", help="default: 32M")
-    add("-n", "--iters", type=int, default=20, metavar="N", help="timed iterations; default: 20")
+    add("--iters", type=int, default=20, metavar="N", help="timed iterations; default: 20")
     output = subparser.add_argument_group("output")
     add = output.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the table, or the pairs")
+    add("--output", type=Path, metavar="FILE", help="write the table, or the pairs, as JSON")
     add("--png", type=Path, metavar="FILE", help="draw the bus bandwidth (needs matplotlib)")
     add("--links", type=Path, metavar="FILE", help="write latency and bandwidth for ddpkit plan")
     two = commands.add_parser(
@@ -93,7 +93,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=10, metavar="N", help="measured per phase; default: 10")
     add("--trial-timeout", type=float, default=600, metavar="SECONDS", help="default: 600")
     add("--full-only", action="store_true", help="weak scaling on one rank and on all ranks only")
-    add("--json", type=Path, metavar="FILE", help="write the table")
+    add("--output", type=Path, metavar="FILE", help="write the table as JSON")
     add("--png", type=Path, metavar="FILE", help="draw the efficiency (needs matplotlib)")
     help_script = "training script and ARGUMENTS; default: examples/03_text_lm.py"
     add("script", nargs=argparse.REMAINDER, help=help_script)
@@ -108,7 +108,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
             f"{unknown[0]!r} is not an operation. Expected some of {', '.join(OPERATIONS)}"
         )
     if not 0 < args.minbytes <= args.maxbytes or args.iters < 1:
-        subparser.error("expected 0 < -b <= -e, and -n at least 1. Correct them")
+        subparser.error("expected 0 < -b <= -e, and --iters at least 1. Correct them")
     if args.pairs:
         ignored = [
             f"--{name}"
@@ -154,10 +154,11 @@ def _sweep(args: argparse.Namespace, job: Distributed, ranks: Participants) -> i
     def report(result: collectives.CollectiveResult) -> None:
         results.append(result)
         _log.info(collectives.show(result))
-        if args.json and job.is_main:  # after each size: a kill loses no earlier result
+        if args.output and job.is_main:  # after each size: a kill loses no earlier result
             rows = [collectives.as_dict(result) for result in results]
             content = {"backend": job.backend, "ranks": job.world_size, "hosts": job.num_nodes}
-            collectives.write(args.json, json.dumps({**content, "results": rows}, indent=1) + "\n")
+            text = json.dumps({**content, "results": rows}, indent=1)
+            collectives.write(args.output, f"{text}\n")
 
     names = args.operations or list(OPERATIONS)
     missing = collectives.measure_all(names, sweep, ranks, report)
@@ -190,9 +191,9 @@ def _pairs(args: argparse.Namespace, job: Distributed) -> int:
     for (a, b), link in measured.items():
         gigabytes, micro = link.bandwidth / 1e9, link.latency * 1e6
         _log.info(f"  {names[a]:>14} {names[b]:>14} {gigabytes:>8.4f} {micro:>8.1f}")
-    if args.json and job.is_main:
+    if args.output and job.is_main:
         rows = [{"hosts": [names[a], names[b]], **vars(link)} for (a, b), link in measured.items()]
-        collectives.write(args.json, json.dumps({"pairs": rows}, indent=1) + "\n")
+        collectives.write(args.output, json.dumps({"pairs": rows}, indent=1) + "\n")
     _log.info(host_pairs.describe(bandwidths, names))
     return 0
 
@@ -264,9 +265,9 @@ def _measure(
 def _write_points(
     args: argparse.Namespace, points: list[scaling.MeasuredPoint], script: list[str]
 ) -> None:
-    if args.json:
+    if args.output:
         rows = [{**vars(point), "reports": None} for point in points]
-        collectives.write(args.json, json.dumps({"script": script, "points": rows}, indent=1))
+        collectives.write(args.output, json.dumps({"script": script, "points": rows}, indent=1))
     if args.png:
         lines: dict[str, list[tuple[float, float]]] = {}
         for point in points:

@@ -29,7 +29,10 @@ HEADER = f"""\
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure: nccl-tests' -b, -e and -n. Each size is four times the one before."""
+    """What to measure: nccl-tests' -b, -e and -n.
+
+    Each size is four times the one before, or the largest one.
+    """
 
     smallest_bytes: int
     largest_bytes: int
@@ -37,9 +40,10 @@ class Sweep:
 
     def sizes(self) -> Iterator[int]:
         size = self.smallest_bytes
-        while size <= self.largest_bytes:
+        while size < self.largest_bytes:
             yield size
             size *= _FACTOR
+        yield self.largest_bytes
 
 
 @dataclass(frozen=True)
