@@ -14,6 +14,6 @@
 
 set -e
 # EDIT THIS LINE. It loads the environment with torch and ddpkit: module load ..., conda activate ..., or, by its path:
-source .venv/bin/activate || { echo "Name your environment in the line 'source' of the job script." >&2; exit 1; }
+source ".venv/bin/activate" || { echo "Name your environment in the line 'source' of the job script." >&2; exit 1; }
 # Where ddpkit is not installed: exec /path/to/ddpkit/scripts/launch.py "$@"
 exec ddpkit launch "$@"

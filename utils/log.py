@@ -57,6 +57,13 @@ def clear_progress() -> None:
         sys.stdout.flush()
 
 
+def in_red(text: str, stream: TextIO | None) -> str:
+    """Return a text that a terminal shows in red; unchanged without one, or with NO_COLOR."""
+    if stream is None or not stream.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\033[1;31m{text}\033[0m"
+
+
 def print_result(text: str) -> None:
     """Print the result of a command, with escapes where the encoding lacks a character.
 
@@ -94,6 +101,8 @@ class _ByLevel(logging.Handler):
             if is_warning:
                 text = f"{self._prefix}{record.levelname}: {text}"
             clear_progress()
+            if record.levelno >= logging.ERROR:
+                text = in_red(text, sys.stderr)
             # Looked up each time, so that a redirected sys.stdout is used. One write keeps lines
             # of several ranks whole.
             stream = sys.stderr if is_warning else sys.stdout

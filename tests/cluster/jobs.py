@@ -45,7 +45,7 @@ class Jobs:
     def ready_script(self) -> str:
         """Copy jobs/slurm.sh or jobs/pbs.sh into the folder, for a kit that is not installed; return its path."""
         name = f"{self.scheduler}.sh"
-        text = (ROOT / "jobs" / name).read_text().replace("source .venv/bin/activate", ": set-up lines")
+        text = (ROOT / "jobs" / name).read_text().replace('source ".venv/bin/activate"', ": set-up lines")
         launch = f"exec {shlex.quote(str(ROOT / 'scripts' / 'launch.py'))}"
         (self.folder / name).write_text(text.replace("exec ddpkit launch", launch))
         (self.folder / name).chmod(0o755)

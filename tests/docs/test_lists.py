@@ -13,6 +13,12 @@ def test_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
+def test_no_cell_of_a_table_is_longer_than_a_paragraph() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    lines = [line for page in pages for line in page.read_text().splitlines() if line.startswith("|")]
+    assert lines and max(len(cell) for line in lines for cell in re.split(r"(?<!\\)[|]", line)) <= 400
+
+
 def test_all_examples_are_listed() -> None:
     page = (ROOT / "examples" / "README.md").read_text()
     examples = sorted(path.name for path in (ROOT / "examples").glob("*.py"))

@@ -58,7 +58,7 @@ def test_a_copy_trains_in_slurm(tmp_path: Path, slurm: SlurmCluster) -> None:
 def test_a_copy_trains_in_pbs_from_a_copied_job_script(pbs: Pbs) -> None:
     folder = f"{WORK}/copied {time.monotonic_ns()}"
     script = (ROOT / "jobs" / "pbs.sh").read_text()
-    activate = "source .venv/bin/activate"  # the line that a user edits
+    activate = 'source ".venv/bin/activate"'  # the line that a user edits
     assert script.count(activate) == 1
     files = {"train.py": EXAMPLE, **dict.fromkeys(UTILS, OTHER),
              "pbs.sh": script.replace(activate, f"source {Path(sys.executable).with_name('activate')}")}

@@ -65,7 +65,8 @@ def test_script_activates_the_environment_and_passes_the_words_on(job: Submitted
 
 def test_copy_needs_one_other_line(job: Submitted, tmp_path: Path) -> None:
     job.bin.rename(tmp_path / "my environment")
-    job.replace("source .venv/bin/activate", f"PATH='{tmp_path}/my environment':$PATH; echo $NOT_SET; yes | head -n 1")
+    job.replace('source ".venv/bin/activate"',
+                f"PATH='{tmp_path}/my environment':$PATH; echo $NOT_SET; yes | head -n 1")
     done = job.run("train.py")
     assert json.loads(done.stdout.splitlines()[-1])[:2] == [["launch", "train.py"], str(job.folder)]
 
