@@ -28,6 +28,12 @@ FAILURES = {  # what rank 1 does, and the last line
     "one step less": ("    if bad: sys.exit()", r"rank 0 on \S+ called all_reduce\(\) at .* or the ranks run .*"),
     "a barrier more": ("    if not bad: job.barrier()\n    sys.exit()", r"rank 0 on \S+ called barrier\(\) at .*"),
     "hang": ("    if bad: time.sleep(60)", r"rank 1 on \S+ \(pid \d+\) did not enter collective 2, in which .*"),
+    "device_ids on a CPU": ("    if bad: DDP(torch.nn.Linear(2, 2), device_ids=[0])",
+                            r"rank 1 on \S+ failed: ValueError: .* Pass device_ids=job.device_ids, which .*"),
+    "second group": ("    if bad: torch.distributed.init_process_group('gloo')",
+                     r"rank 1 on .* failed: ValueError: .* Leave out init_process_group\(\): .*"),
+    "GPU memory": ("    if bad: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')",
+                   r"rank 1 on .* failed: OutOfMemoryError: CUDA out of memory. Tried .* Use a smaller batch, or .*"),
     "other models": ("    DDP(torch.nn.Linear(2, 2 + bad))", r"rank 1 on .* failed: RuntimeError: the ranks build .*"),
 }
 
@@ -51,7 +57,8 @@ def test_a_failure_has_one_closing_line(failure: str, tmp_path: Path) -> None:
     assert done.returncode != 0 and len(lines) == 1 + (failure == "hang"), done.stderr
     assert re.fullmatch(f"ddpkit launch: (error: )?{last}", lines[-1]) and done.stderr.endswith(f"{lines[-1]}\n")
     assert record.read_text().count("ddpkit-failure ") == 1  # for programs
-    assert ("Traceback" in done.stderr) == (failure in ("exception", "other models"))
+    with_traceback = ("exception", "other models", "device_ids on a CPU", "second group", "GPU memory")
+    assert ("Traceback" in done.stderr) == (failure in with_traceback)
     assert done.stderr.count("Traceback") <= 1
 
 

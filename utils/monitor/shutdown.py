@@ -166,6 +166,9 @@ class Shutdown:
 
         name, text = type(error).__name__, str(error).strip()
         description = (f"{name}: {text}" if text else name).splitlines()[0][:300]
+        from .remedies import add_remedy  # only a failure needs it
+
+        description = add_remedy(description, text)
         if re.search(_DDP_ERROR, text):
             from .ddp_errors import explain
 
