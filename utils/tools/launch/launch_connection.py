@@ -90,7 +90,7 @@ class RankNotices:
     all ranks had saved, by time.monotonic(). checkpoint: the newest step that is safe, where a
     Checkpointer has reported one. failed_at: time.monotonic() of the first report of a failure.
     first_cause: the last one that was reported, as torchrun may have restarted the ranks after an
-    earlier one.
+    earlier one. is_early: it is of a rank that had no process group yet.
     """
 
     def __init__(self, peers: int, ports: Sequence[int] = ()) -> None:
@@ -101,6 +101,7 @@ class RankNotices:
         self.checkpoint: int | None = None
         self.failed_at: float | None = None
         self.first_cause: Failure | None = None
+        self.is_early = False
         self.listener = self.listen(ports)
         secret = secret_of_ranks(self.launch_secret)
         self.secret = secret_of(secret)
@@ -134,6 +135,7 @@ class RankNotices:
             self.checkpoint = max(int(message["text"]), self.checkpoint or 0)
         elif message["what"] != EARLY or self.first_cause is None:
             self.failed_at = self.failed_at or time.monotonic()
+            self.is_early = message["what"] == EARLY
             known, fields = self.first_cause, {**message, "kind": message["about"]}
             first = Failure(**{name: fields[name] for name in Failure._fields})
             if first.rank is None and known is not None and known.text == first.text:

@@ -58,11 +58,13 @@ def _run_once(plan: Plan) -> Ended:
         plan = plan._replace(environ={**plan.environ, **notices.variables})
         with Processes(launch_id) as processes, ExitStack() as files:
             _run(Launch(plan, launch_id, processes, files, loop, notices, result))
-    if result.failed_at is not None and notices.first_cause is None:
+    first_cause = notices.first_cause
+    if result.failed_at is not None and (first_cause is None or notices.is_early):
         ends = result.evidence().ends
         is_exception = all(end.status == 1 for end in ends if end.status and not end.by_launch)
         result.syntax_error = _script_error(plan, imports=is_exception)
-    outcome = result.conclude(notices.first_cause, notices.failed_at, notices.saved_at)
+        first_cause = None if result.syntax_error else first_cause  # what each rank has met
+    outcome = result.conclude(first_cause, notices.failed_at, notices.saved_at)
     _list_lost_hosts(plan, outcome)
     now = time.monotonic()
     noticed = min(filter(None, (result.failed_at, notices.failed_at)), default=now)
