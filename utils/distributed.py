@@ -562,8 +562,10 @@ def watch_collectives(
 def _log_start(job: Distributed, detection: Detection, rendezvous: Rendezvous) -> None:
     """Print on rank 0 how many ranks have started, where, and what they should know."""
     ranks, hosts = job.world_size, job.num_nodes
-    address = f", rank 0 at {job.master_addr}:{job.master_port}" if ranks > 1 else ""
-    address += "" if rendezvous.is_authenticated else ", connections not authenticated"
+    address = "" if rendezvous.is_authenticated else ", connections not authenticated"
+    if ranks > 1:  # torch's store and gloo ask for no proof, and carry pickles
+        port = f"{job.master_addr}:{job.master_port}"
+        address += f", rank 0 at {port} (whoever can connect there can run code as you)"
     start = detection.launcher.describe_start(detection.environ)
     _log.info(
         f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}, {start}, backend "

@@ -162,7 +162,7 @@ def test_hosts_with_ipv6_alone_and_a_range_of_ports(need: Callable[[str], Path],
     with Hosts(2, subnet="fd79:0:0:1:") as hosts:
         job = Job(Lab(hosts, hosts.start_sshd(), need), tmp_path, ["h1", "h1", "h2"])
         done = job.run(by, str(RANK_PROGRAM), "--torch", DDPKIT_PORT_RANGE="20700-20720", DDPKIT_INTERFACE="eth0")
-    assert done.status == 0 and re.search(r"3 ranks on 2 hosts.*rank 0 at fd79:0:0:1::1:207[0-2]\d$", done.output,
+    assert done.status == 0 and re.search(r"3 ranks on 2 hosts.*rank 0 at fd79:0:0:1::1:207[0-2]\d \(", done.output,
                                           re.MULTILINE), done.output
 
 

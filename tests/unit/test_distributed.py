@@ -141,6 +141,11 @@ def test_number_of_threads_that_the_kit_has_set_is_not_the_users(by_user: str) -
     assert re.findall("^threads (.*)", done.stdout, re.MULTILINE) == [share] * 2, done.stdout + done.stderr
 
 
+def test_first_line_says_what_whoever_reaches_the_port_can_do() -> None:
+    done = python("-c", "from utils import setup_distributed as start; start('gloo').close()", ranks=2, warm=True)
+    assert re.search(r"rank 0 at 127.0.0.1:\d+ \(whoever can connect there can run code as you\)\n", done.stdout), done
+
+
 EFFECTS = """
 import atexit, faulthandler, os, sys, threading
 from utils import setup_distributed
