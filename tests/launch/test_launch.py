@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import CLEAN_ENV, Hosts, killed_at_end, wait_until
-from tests.launch.launchers import GROUPS, MPIS, PUBLIC, RANK_PROGRAM, TRAINS_FOR_EVER, Lab, Result, launch_py
+from tests.launch.launchers import GROUPS, MPIS, PUBLIC, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, Lab, Result, launch_py
 from utils.host import process as processes
 from utils.job import exclude_file
 
@@ -164,6 +164,32 @@ def test_hosts_with_ipv6_alone_and_a_range_of_ports(need: Callable[[str], Path],
         done = job.run(by, str(RANK_PROGRAM), "--torch", DDPKIT_PORT_RANGE="20700-20720", DDPKIT_INTERFACE="eth0")
     assert done.status == 0 and re.search(r"3 ranks on 2 hosts.*rank 0 at fd79:0:0:1::1:207[0-2]\d \(", done.output,
                                           re.MULTILINE), done.output
+
+
+LISTENS = f"""\
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from utils import setup_distributed
+with setup_distributed("gloo") as dist:
+    if dist.is_main:
+        ports = [int(os.environ["DDPKIT_REPORT"].split("/")[1]), dist.master_port]
+        tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+        rows = [line.split() for line in tables.splitlines()]
+        print("listening:", *(row[1] for port in ports for row in rows
+                              if row[1].endswith(f":{{port:04X}}") and row[3] == "0A"))
+"""
+
+
+@pytest.mark.parametrize("by", ["ssh", "mpich5"])
+def test_on_several_hosts_the_launch_listens_on_their_network_alone(job: Job, by: str) -> None:
+    """So does rank 0. The host has another address, of loopback."""
+    (job.folder / "listens.py").write_text(LISTENS)
+    done = job.run(by, "listens.py")
+    words = [int(word) for word in job.lab.hosts.address["h1"].split(".")]
+    address = bytes(reversed(words)).hex().upper()
+    found = done.line("listening:").split()[1:]
+    assert len(found) == 2 and {one.rpartition(":")[0] for one in found} == {address}, done.output
 
 
 def test_a_host_that_cannot_be_reached_is_named_and_nothing_runs(job: Job) -> None:

@@ -68,6 +68,15 @@ def test_ranks_have_all_variables_and_the_chosen_python(folder: Path) -> None:
         f"{rank} 2 {rank} 2 0 0 127.0.0.1 {port} ['--lr', '3'] {sys.executable}" for rank in range(2)]
 
 
+def test_on_one_host_the_launch_listens_on_loopback_alone(folder: Path) -> None:
+    program = "echo $DDPKIT_REPORT; cat /proc/net/tcp /proc/net/tcp6"
+    done = launch("-n", "1", "sh", "-c", program, folder=folder)
+    address, *tables = done.stdout.splitlines()
+    port = int(address.split("/")[1])
+    listening = [words[1] for words in map(str.split, tables) if words[1].endswith(f":{port:04X}") and words[3] == "0A"]
+    assert address.startswith(f"127.0.0.1/{port}/") and listening == [f"0100007F:{port:04X}"]
+
+
 @pytest.mark.parametrize(("script", "expected"), [
     ("echo data | {}\necho later", ["rank 0: data", "rank 1: ", "later"]),
     ("echo data >file; {} <file\necho later", ["rank 0: data", "rank 1: ", "later"]),

@@ -38,6 +38,19 @@ def test_listeners_keep_to_the_ports_and_the_interface_of_the_site(monkeypatch: 
         network.local_addresses()
 
 
+def test_address_on_the_way_to_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a route to 127.0.0.2, and none of loopback leads to another host."""
+    known = {"near": ["127.0.0.2"], "other": ["192.0.2.1"], "unknown": []}
+    monkeypatch.setattr(network, "resolve", known.__getitem__)
+    assert network.address_towards([]) == "127.0.0.1"
+    assert network.address_towards(["unknown"]) == network.address_towards(["near"]) == ""
+    monkeypatch.setattr(network, "is_loopback", lambda address: False)
+    assert network.address_towards(["near", "unknown", "near"]) == "127.0.0.1"
+    assert network.address_towards(["near", "unknown"]) == ""
+    monkeypatch.setenv(network.INTERFACE, "lo")
+    assert network.address_towards(["unknown"]) == "127.0.0.1"
+
+
 def test_ipv4_comes_before_ipv6_without_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = ("::1", "10.0.0.1", "::1", "10.0.0.2", "10.0.0.1")
 

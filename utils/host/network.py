@@ -10,7 +10,7 @@ import random
 import re
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ..launch_error import LaunchError
 from . import process
@@ -84,6 +84,35 @@ def published_address() -> str:
     return local_addresses()[0] if os.environ.get(INTERFACE) else ""
 
 
+def address_towards(hosts: Sequence[str]) -> str:
+    """Return this host's address on the way to other hosts; "" where that is unknown.
+
+    The first and the last of the hosts stand for all: resolving every name would take too long. It
+    is that of INTERFACE, if that is set; without other hosts, it is that of loopback.
+    """
+    if address := published_address():
+        return address
+    if not hosts:
+        return "127.0.0.1"
+    own = set(interfaces().values())
+    found = {
+        _source_address([*resolve_on_fabric(host), *resolve(host)], own)
+        for host in {hosts[0], hosts[-1]}
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
+def _source_address(targets: Sequence[str], own: Collection[str]) -> str:
+    """Return the address from which the first of the targets is reached; "" if it is this host."""
+    for target in targets[:1]:
+        family = socket.AF_INET6 if ":" in target else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # sends nothing
+            source = str(probe.getsockname()[0])
+            return "" if target in own or is_loopback(source) else source
+    return ""
+
+
 def plain_address(address: str) -> str:
     """::ffff:10.0.0.1 -> 10.0.0.1"""
     return address.removeprefix("::ffff:")
@@ -119,6 +148,11 @@ def is_loopback(address: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return address == "localhost"
+
+
+def is_specific(address: str) -> bool:
+    """Return whether a listener at an IP address listens there alone; not "0.0.0.0" or "::"."""
+    return not ipaddress.ip_address(address.partition("%")[0]).is_unspecified
 
 
 def local_addresses() -> list[str]:

@@ -14,8 +14,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from .. import effects
 from ..channel import Channel, Peer, Secret
 from ..host import network
+from ..host.address_filter import accept_only
 from ..launch_error import LaunchError
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement, poll
 from . import secret
@@ -116,9 +118,9 @@ def _serve(
     """Let the other ranks join, check all reports, and send the results."""
     allow_connections(placement.world_size)
     listener = open_listener(endpoints, placement.world_size)
-    port = int(listener.getsockname()[1])
+    bound_to, port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
     try:
-        key = endpoints.secret(_publish(endpoints, port, deadline))
+        key = endpoints.secret(_publish(endpoints, bound_to, port, deadline))
         hints = functools.partial(_hints, placement, endpoints)
         with RendezvousServer(listener, placement.world_size, key, hints) as server:
             try:
@@ -126,6 +128,9 @@ def _serve(
             except LaunchError as error:
                 server.refuse(str(error), deadline)
                 raise
+            # Torch's store follows on this socket, and asks for no proof.
+            if effects.may_have("filter") and not network.is_loopback(bound_to):
+                accept_only(listener, server.addresses())
             connections = server.send(result.assignments)
     except BaseException:
         listener.close()
@@ -136,6 +141,7 @@ def _serve(
         result.assignments[0],
         master_addr=server.address,
         master_port=port,
+        rank_0_addr=bound_to if network.is_specific(bound_to) else "127.0.0.1",
         local_addr=server.address,
         listener=listener,
         connections=connections,
@@ -147,17 +153,21 @@ def _serve(
     )
 
 
-def _publish(endpoints: Endpoints, port: int, deadline: float) -> str:
+def _publish(endpoints: Endpoints, bound_to: str, port: int, deadline: float) -> str:
     """Publish a new secret, port and addresses through the name service; return the secret.
 
-    Returns "" where there is no name service.
+    Returns "" where there is no name service. bound_to: the address where rank 0 listens.
     """
     if endpoints.name_service is None:
         return ""
-    local = [] if endpoints.loopback else network.local_addresses()
-    resolved = (address for host in endpoints.hosts for address in network.resolve(host))
-    chosen_by_user = [address for address in resolved if address in local]
-    addresses = list(dict.fromkeys([*chosen_by_user, *local]))[:_MAX_ADDRESSES] or ["127.0.0.1"]
+    if network.is_specific(bound_to):
+        addresses = [bound_to]
+    else:
+        local = network.local_addresses()
+        resolved = (address for host in endpoints.hosts for address in network.resolve(host))
+        chosen_by_user = [address for address in resolved if address in local]
+        addresses = list(dict.fromkeys([*chosen_by_user, *local]))[:_MAX_ADDRESSES]
+    addresses = addresses or ["127.0.0.1"]
 
     published = os.urandom(12).hex()
     text = f"{published}|{port}|{','.join(addresses)}"

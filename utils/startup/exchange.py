@@ -81,6 +81,14 @@ class RendezvousServer(PeerServer):
             self._loop.run_once(max(0.0, deadline - time.monotonic()))
         return [self._reports[rank] for rank in range(self._world_size)]
 
+    def addresses(self) -> set[str]:
+        """Return the addresses from which the ranks have joined, and those of their hosts."""
+        found = set[str]().union(*(report["addresses"] for report in self._reports.values()))
+        for peer in self._rank_of:
+            with contextlib.suppress(OSError):  # the rank has just ended
+                found.add(network.plain_address(peer.socket.getpeername()[0]))
+        return found
+
     def send(self, assignments: Sequence[Assignment]) -> dict[Channel, Peer]:
         """Send every rank its assignment; return the connections, which stay open."""
         peers = {

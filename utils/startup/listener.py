@@ -21,10 +21,9 @@ def open_listener(endpoints: Endpoints, world_size: int) -> socket.socket:
     With a name service it is any free port. Raises LaunchError when all ports are taken.
     """
     ports: Sequence[int] = endpoints.ports
-    address = "127.0.0.1" if endpoints.loopback else ""
     if endpoints.name_service is not None and len(ports) != 1:
         ports = network.free_ports()
-        address = address or network.published_address()
+    address = _address(endpoints)
     taken = OSError()
     for port in ports:
         try:
@@ -46,6 +45,20 @@ def open_listener(endpoints: Endpoints, world_size: int) -> socket.socket:
         f"rank 0 cannot listen on {found} of {socket.gethostname()}: "
         f"{os.strerror(taken.errno or 0)}, by another program or launch. {remedy}"
     )
+
+
+def _address(endpoints: Endpoints) -> str:
+    """Return the address to listen on; "" for all.
+
+    `ddpkit launch` gives all ranks one address of rank 0's host, as MASTER_ADDR.
+    """
+    if endpoints.loopback:
+        return "127.0.0.1"
+    is_published = endpoints.name_service is not None and len(endpoints.ports) != 1
+    if is_published and (address := network.published_address()):
+        return address
+    [host] = endpoints.hosts if len(endpoints.hosts) == 1 else [""]
+    return host if host in network.interfaces().values() else ""
 
 
 def allow_connections(world_size: int) -> None:

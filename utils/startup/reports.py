@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from ..host import process
+from ..host import network, process
 from ..host.cores import (
     CPU_BIND,
     HostMasks,
@@ -69,6 +69,7 @@ class RankReport(TypedDict):
     torch_version: str
     kit_version: str
     gloo_interfaces: str  # GLOO_SOCKET_IFNAME, "" where it is not set
+    addresses: list[str]  # of the interfaces of this host
     age: float  # seconds from the start of this process to this report
     error: str  # why this rank cannot start, "" where it can
 
@@ -134,6 +135,7 @@ def make_report(
         "torch_version": torch_version,
         "kit_version": kit_version,
         "gloo_interfaces": gloo_interfaces,
+        "addresses": list(network.interfaces().values()),
         "age": round(process.age(), 1),
         "error": error,
     }

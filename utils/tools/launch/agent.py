@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from ...channel import Channel, Message
+from ...host.network import INTERFACE
 from ...launch_error import LaunchError
 from ...launch_report import VARIABLE
 from .child_processes import Processes
@@ -174,8 +175,8 @@ def main(arguments: Sequence[str]) -> int:
         if reached is None:
             print(
                 f"ddpkit launch: error: on {socket.gethostname()} the launch cannot be reached at "
-                f"{addresses} port {port}. Expected a network between the hosts of a job. Have "
-                "the site open it",
+                f"{addresses} port {port}. Expected a network between the hosts of a job. Export "
+                f"{INTERFACE}=<an interface that all hosts reach>, or have the site open it",
                 file=sys.stderr,
             )
             return 1

@@ -93,9 +93,13 @@ class RankNotices:
     earlier one. is_early: it is of a rank that had no process group yet.
     """
 
-    def __init__(self, peers: int, ports: Sequence[int] = ()) -> None:
-        """peers: that may connect at once. ports: those the ranks can reach; () for any."""
+    def __init__(self, peers: int, ports: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
+        """peers: that may connect at once. ports: those the ranks can reach; () for any.
+
+        hosts: other ones with ranks.
+        """
         self.peers = peers
+        self._address = network.address_towards(hosts)
         self.launch_secret = os.urandom(16).hex()
         self.saved_at: float | None = None
         self.checkpoint: int | None = None
@@ -105,7 +109,8 @@ class RankNotices:
         self.listener = self.listen(ports)
         secret = secret_of_ranks(self.launch_secret)
         self.secret = secret_of(secret)
-        self.addresses = ",".join(network.local_addresses() or ["127.0.0.1"])
+        addresses = [self._address] if self._address else network.local_addresses()
+        self.addresses = ",".join(addresses or ["127.0.0.1"])
         self.port = int(self.listener.getsockname()[1])
         self.variables = {VARIABLE: f"{self.addresses}/{self.port}/{secret}"}
 
@@ -116,7 +121,7 @@ class RankNotices:
         self.listener.close()
 
     def listen(self, ports: Sequence[int]) -> socket.socket:
-        address, problem = network.published_address(), OSError()
+        address, problem = self._address, OSError()
         for port in [*ports, *network.free_ports()]:
             try:
                 return network.listen(port, self.peers, address)

@@ -17,7 +17,7 @@ from .host_ranks import host_processes, signals_workers, start_on_host
 from .host_readiness import ReservedPort
 from .ignored_stops import IgnoredStops, describe
 from .launch_connection import Launch, LaunchServer, RankNotices
-from .launch_plan import Plan
+from .launch_plan import Plan, index_of
 from .launch_result import Ended, LaunchResult, print_status
 from .nested import GroupWatch, note_groups
 from .outcome import Outcome
@@ -51,8 +51,9 @@ def _run_once(plan: Plan) -> Ended:
     result = LaunchResult(starts, plan.hosts, socket.gethostname())
     began = time.monotonic()
     ports = plan.method.listen_ports(plan) if plan.native_launcher_starts_ranks else ()
+    others = [host for host in plan.hosts if index_of(host, (plan.host,)) is None]
     with (
-        RankNotices(_BACKLOG + plan.world_size, ports) as notices,
+        RankNotices(_BACKLOG + plan.world_size, ports, others) as notices,
         EventLoop() as loop,
     ):
         plan = plan._replace(environ={**plan.environ, **notices.variables})
