@@ -132,6 +132,38 @@ def test_what_cannot_be_started_is_refused(folder: Path, words: list[str], messa
     assert done.returncode == 2 and not done.stdout and re.search(message, done.stderr), done.stderr
 
 
+# Overwrites what torchrun, its parent, holds in its stores, as anybody can who reaches their ports.
+ATTACKS_STORES = """
+import base64, os, pickle, time
+from pathlib import Path
+from torch.distributed import TCPStore
+class Run:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+parent = Path("/proc", str(os.getppid()))
+held = {os.readlink(path) for path in (parent / "fd").iterdir()}
+tables = (parent / "net/tcp").read_text() + (parent / "net/tcp6").read_text()
+rows = [line.split() for line in tables.splitlines()]
+ports = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held}
+assert ports
+stores = [TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for port in ports]
+payload = base64.b64encode(pickle.dumps(Run())).decode()
+for _ in range(300):
+    for store in stores:
+        for key in map(str, store.list_keys()):
+            store.set(key.strip("b'/"), payload)
+    time.sleep(0.01)
+raise SystemExit(3)
+"""
+
+
+def test_store_of_torchrun_leads_to_no_code(folder: Path) -> None:
+    (folder / "attacks.py").write_text(ATTACKS_STORES)
+    done = launch("--torchrun", "--max-restarts", "1", "attacks.py", folder=folder)
+    assert done.returncode == 1 and not (folder / "ran").exists(), done.stderr
+    assert done.stderr.count("restart 1 on the same hosts; 0 more allowed") == 1, done.stderr
+
+
 def test_torchrun_names_the_script_in_its_summary(folder: Path) -> None:
     (folder / "fails.py").write_text("raise SystemExit(3)")
     done = launch("--torchrun", "--max-restarts", "1", "fails.py", folder=folder)

@@ -76,6 +76,7 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
      "standard input is given.* no rank would read it by pbs_tmrsh: only srun and --launcher local"),
     (pbs(input=True, input_waits=True, mpiexec=MPICH), "no rank would read it by MPICH's mpiexec"),
     (slurm(input=True, input_waits=True, torchrun=True), "no rank would read it by srun"),
+    (alone(environ={"DDPKIT_REQUIRE_SECRET": "1"}, torchrun=True), "store that asks for no proof. Leave out --torch"),
     (pbs(ranks=(0, 0)), "no host of PBS job 7 gets a rank")])
 def test_impossible_request_is_refused(plan: Callable[[], Plan], message: str) -> None:
     with pytest.raises(PlanError, match=message):
@@ -140,8 +141,10 @@ def test_scripts_are_run_by_the_chosen_python(
 def test_torchrun_agents() -> None:
     [process] = host_processes(pbs(ranks=(1, 1), torchrun=True)(), 1, "10.0.0.1", "29500", "10.0.0.2")
     assert {"--node-rank=1", "--local-addr=10.0.0.2"} < set(process.words)
-    [process] = host_processes(alone(torchrun=True)(), 0, "127.0.0.1", "1", "127.0.0.1")
-    assert process.words[3:6] == ["--nproc-per-node=1", "--max-restarts=0", "--standalone"]
+    [process] = host_processes(alone(torchrun=True, max_restarts=3)(), 0, "127.0.0.1", "1", "127.0.0.1")
+    assert process.words[3:5] == ["--nproc-per-node=1", "--max-restarts=0"]  # ddpkit launch restarts
+    assert {"--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=1"} < set(process.words)
+    assert not [word for word in process.words if "standalone" in word or "rdzv" in word]
 
 
 @pytest.mark.parametrize(("omp", "ncpus", "cores", "threads"), [

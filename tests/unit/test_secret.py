@@ -13,9 +13,10 @@ from tests.unit.programs import ROOT
 from utils.launchers import LaunchError, Placement
 from utils.launchers.detect import LAUNCHERS
 from utils.launchers.launcher import Launcher
+from utils.launchers.rank_variables import REQUIRE_SECRET
 from utils.startup import agree, secret
 from utils.startup.reports import make_report
-from utils.startup.secret import FILE, REQUIRED, find_secret, forget_secret
+from utils.startup.secret import FILE, find_secret, forget_secret
 
 HERE, TWO_HOSTS = Placement("srun", 0, 2, 0, 2), Placement("srun", 0, 2, 0, 1)
 TORCHRUN = HERE.replace(launcher="torchrun", local_world_size=1)
@@ -101,6 +102,6 @@ def test_a_file_of_the_user(tmp_path: Path, mode: int | None, content: str | Non
 def test_a_start_without_the_required_secret_fails_before_it_listens(rank: int) -> None:
     launcher: Launcher = next(one for one in LAUNCHERS if one.name == "env")
     placement = Placement("env", rank, 2, rank, 1)
-    environ = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", REQUIRED: "1"}
-    with pytest.raises(LaunchError, match=f"{REQUIRED} is set, and ranks numbered by RANK and WORLD_SIZE share no"):
+    environ = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", REQUIRE_SECRET: "1"}
+    with pytest.raises(LaunchError, match=f"{REQUIRE_SECRET} is set, and ranks numbered by RANK and WORLD_SIZE share"):
         agree(placement, make_report(placement), launcher=launcher, timeout=5, environ=environ)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..host.process import parent_pids, start_time
 
 MARKER = "DDPKIT_RANK_PROCESS"  # "4242 771234": the process and its start time
+REQUIRE_SECRET = "DDPKIT_REQUIRE_SECRET"  # "1": what cannot prove itself does not start
 RANK_VARIABLES = (  # of each rank, as torchrun names them
     "RANK",
     "WORLD_SIZE",

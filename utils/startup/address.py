@@ -20,6 +20,7 @@ from ..host import network
 from ..host.address_filter import accept_only
 from ..launch_error import LaunchError
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement, poll
+from ..launchers.rank_variables import REQUIRE_SECRET
 from . import secret
 from .endpoints import Endpoints, find_endpoints
 from .exchange import NotRank0, RendezvousServer, join
@@ -98,10 +99,10 @@ def agree(
         timeout=timeout,
         earlier_starts=earlier_starts,
     )
-    if environ.get(secret.REQUIRED) == "1" and not endpoints.is_authenticated:
+    if environ.get(REQUIRE_SECRET) == "1" and not endpoints.is_authenticated:
         start = launcher.describe_start(environ)
         raise LaunchError(
-            f"{secret.REQUIRED} is set, and ranks {start} share no secret. Start them by "
+            f"{REQUIRE_SECRET} is set, and ranks {start} share no secret. Start them by "
             f"ddpkit launch, or export {secret.FILE}=<a private file> to all ranks"
         )
     if placement.rank == 0:

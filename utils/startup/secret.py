@@ -19,7 +19,6 @@ from ..log import get_logger
 
 _log = get_logger(__name__)
 FILE = "DDPKIT_SECRET_FILE"  # a file that all ranks can read and no other user
-REQUIRED = "DDPKIT_REQUIRE_SECRET"  # "1": ranks without a secret do not start
 SHARED_FOLDER = Path("/dev/shm")  # of all users; that of temporary files where there is none
 _LONGEST = 4096  # bytes of a file
 _TICK_NS = 12_000_000  # more than the longest tick of the clock of file systems: 100 Hz

@@ -133,7 +133,8 @@ class Processes:
     def stop(self, number: int, *, to_workers: bool) -> None:
         """Pass a stop signal on to each rank; one of HELD reaches it once it has a handler.
 
-        to_workers: to the workers of each torchrun, which itself passes on only some signals.
+        to_workers: to the workers of each torchrun, which itself passes on neither SIGUSR1 nor
+        SIGUSR2, and after SIGTERM ends its workers within 30 seconds.
         """
         if number in HELD:
             self._held[number] = to_workers, set()

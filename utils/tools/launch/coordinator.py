@@ -15,7 +15,7 @@ from ...job.notation import same_host
 from ...launch_report import VARIABLE
 from . import agent
 from .bootstrap import module_command
-from .host_ranks import host_processes, signals_workers
+from .host_ranks import host_processes
 from .host_readiness import checksum_of
 from .launch_connection import Launch, LaunchServer, address_of_rank_0, peer_address
 from .launch_plan import index_of
@@ -283,7 +283,7 @@ class Coordinator(LaunchServer):
         if self._result.is_last_stop(number, now) or not self._ranks_started:
             self._result.end_now(number, now)
             return
-        to_workers = signals_workers(self._plan, number)
+        to_workers = self._plan.options.torchrun
         self.send_to_all({"kind": "signal", "number": number, "to_workers": to_workers})
 
     def _end_if_failed(self, now: float) -> None:

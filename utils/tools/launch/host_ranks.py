@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,14 +76,6 @@ def _shares(
         return unbound
 
 
-# Run by each worker of a torchrun that may restart: only there the number of its host is known.
-# One word with its option: torchrun's summary names the first word without a hyphen.
-_SET_NODE_RANK = (
-    "-cimport os, sys; os.environ['NODE_RANK'] = os.environ['GROUP_RANK']; "
-    "words = {} + sys.argv[1:]; os.execvp(words[0], words)"
-)
-
-
 class HostProcess(NamedTuple):
     """One process on a host: its words and the variables that only it has."""
 
@@ -102,8 +93,7 @@ def host_processes(
     threads = plan.threads[host]
     common = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if plan.options.torchrun:
-        if not plan.options.max_restarts:  # else torchrun itself numbers the hosts
-            common["NODE_RANK"] = str(host)
+        common["NODE_RANK"] = str(host)
         words = torchrun_words(plan, host, address, port, own_address)
         return [HostProcess([*plan.starter, *words], common)]
 
@@ -126,47 +116,27 @@ def host_processes(
 
 
 def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: str) -> list[str]:
-    """Return the command of the torchrun agent of a host; arguments as in host_processes()."""
+    """Return the command of the torchrun agent of a host; arguments as in host_processes().
+
+    The rendezvous is static: that of c10d, which --standalone uses, too, unpickles what anybody has
+    written into its store. It cannot restart ranks; ddpkit launch does.
+    """
     options = [
         f"--nproc-per-node={plan.ranks[host]}",
-        f"--max-restarts={plan.options.max_restarts}",
+        "--max-restarts=0",
+        f"--nnodes={len(plan.hosts)}",
+        f"--node-rank={host}",
+        f"--local-addr={own_address}",
+        f"--master-addr={address}",
+        f"--master-port={port}",
     ]
     if plan.options.output_dir:
         options += [f"--log-dir={plan.options.output_dir}/{plan.hosts[host]}", "--redirects=3"]
     elif plan.options.label:
         options += ["--tee=3"]  # torchrun puts the local rank before each line: "[default0]:"
 
-    if len(plan.hosts) == 1:
-        options += ["--standalone"]
-    else:
-        options += [f"--nnodes={len(plan.hosts)}", f"--local-addr={own_address}"]
-        if plan.options.max_restarts:  # restarted ranks meet again, in a store that outlives them
-            options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}"]
-            options += [f"--rdzv-id={port}", f"--rdzv-conf=is_host={int(host == 0)}"]
-        else:
-            options += [f"--node-rank={host}", f"--master-addr={address}"]
-            options += [f"--master-port={port}"]
-
-    if plan.options.max_restarts:
-        by_python = plan.program[0] == plan.python
-        first, words = ("[sys.executable]", plan.program[1:]) if by_python else ("[]", plan.program)
-        command = ["--no-python", plan.python, _SET_NODE_RANK.format(first), *words]
-    elif plan.is_script:
-        command = list(plan.command)
-    else:
-        command = ["--no-python", *plan.program]
+    command = plan.command if plan.is_script else ("--no-python", *plan.program)
     return [plan.python, "-m", "torch.distributed.run", *options, *command]
-
-
-def signals_workers(plan: Plan, number: int) -> bool:
-    """Return whether a stop signal is for torchrun's workers instead of torchrun itself.
-
-    torchrun passes on neither SIGUSR1 nor SIGUSR2, and after SIGTERM it ends its workers within
-    30 seconds. Where it may restart workers it has to get a request to end, or it would restart
-    those that obey one.
-    """
-    ends = number in (signal.SIGTERM, signal.SIGINT)
-    return plan.options.torchrun and not (ends and plan.options.max_restarts > 0)
 
 
 class RankMask(TypedDict):

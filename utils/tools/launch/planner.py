@@ -13,7 +13,7 @@ from ...host.masks import MASKS
 from ...host.network import PORT_RANGE
 from ...job import exclude_file
 from ...job.slurm_job import expand_hostlist
-from ...launchers.rank_variables import without_set_threads
+from ...launchers.rank_variables import REQUIRE_SECRET, without_set_threads
 from ..schedulers.allocation import Allocation
 from .launch_plan import HostInfo, Hosts, Options, Plan, PlanError, Request, index_of, job_name
 from .methods import NAMES, choose
@@ -43,6 +43,11 @@ def make_plan(
             f"{job_name(allocation)} has {environ['SLURM_HET_SIZE']} components "
             "(SLURM_HET_SIZE). Expected a job whose hosts are all alike. Start its ranks with "
             "env -u SLURM_NTASKS -u SLURM_NPROCS srun --het-group=0,1 python train.py"
+        )
+    if options.torchrun and environ.get(REQUIRE_SECRET) == "1":
+        raise PlanError(
+            f"--torchrun is given, but {REQUIRE_SECRET} is set: torchrun's processes meet in a "
+            "store that asks for no proof. Leave out --torchrun, which this launch does not need"
         )
     hosts = _choose_hosts(options, allocation, host_info)
     _check_numbers(options, hosts, host_info)

@@ -13,7 +13,7 @@ from ...host.cores import name_ranks
 from ...job import exclude_file
 from .child_processes import Processes
 from .event_loop import EventLoop
-from .host_ranks import host_processes, signals_workers, start_on_host
+from .host_ranks import host_processes, start_on_host
 from .host_readiness import ReservedPort
 from .ignored_stops import IgnoredStops, describe
 from .launch_connection import Launch, LaunchServer, RankNotices
@@ -36,7 +36,7 @@ def run(plan: Plan, replan: Callable[[tuple[str, ...]], Plan] | None = None) -> 
 
     replan: returns the plan without some hosts, for a restart; PlanError where they are needed.
     """
-    restarts = 0 if plan.options.torchrun else plan.options.max_restarts
+    restarts = plan.options.max_restarts
     if replan is not None and (plan.options.spare or restarts):
         from .restarts import Restarts
 
@@ -187,7 +187,7 @@ def _run_local(launch: Launch) -> None:
                 if result.is_last_stop(number, now):
                     result.end_now(number, now)
                 else:
-                    processes.stop(number, to_workers=signals_workers(plan, number))
+                    processes.stop(number, to_workers=torchrun)
                     ignored.signalled(number, now)
             for message in watch.messages(now):
                 if text := note_groups(message, plan, result, of_rank_0=True):
