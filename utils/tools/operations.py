@@ -13,14 +13,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-T = TypeVar("T")
 # New names, and warnings for the old ones, from torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -177,13 +175,6 @@ def barrier(ranks: Participants) -> None:
     tensor = torch.zeros(1, device=ranks.device)
     dist.all_reduce(tensor, group=ranks.group)
     tensor.item()
-
-
-def gather_objects(value: T) -> list[T]:
-    """Return the value of each rank."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def gather(values: Sequence[float], ranks: Participants) -> list[list[float]]:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed
 
 from ..distributed import Distributed
+from ..gather import gather_json
 from ..log import get_logger
 
 _log = get_logger(__name__)
@@ -70,7 +71,7 @@ class StepTimer:
         self._measured = 0  # steps
         self._hosts: list[str] = [""] * dist.world_size
         if dist.world_size > 1:
-            torch.distributed.all_gather_object(self._hosts, socket.gethostname())
+            self._hosts = gather_json(socket.gethostname())
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield the batches of a loader; a step lasts until the next batch is requested."""

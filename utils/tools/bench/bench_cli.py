@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...distributed import Distributed, setup_distributed
+from ...gather import gather_json
 from ...launch_error import LaunchError
 from ...log import get_logger, print_result
 from .. import host_pairs
 from ..arguments import ArgumentParser
 from ..charts import draw_lines
-from ..operations import OPERATIONS, Participants, gather_objects
+from ..operations import OPERATIONS, Participants
 from . import collective_bench as collectives
 from . import links, scaling
 from .trials import TrialFailed, Trials
@@ -202,9 +203,9 @@ def _measure_hosts(
     job: Distributed, size: int, iterations: int
 ) -> tuple[dict[host_pairs.Pair, float], list[str], dict[host_pairs.Pair, links.PairResult]]:
     """Return the bandwidth of each pair of hosts, the names of the hosts, and all results."""
-    places = gather_objects((job.node_rank, socket.gethostname()))
-    node_ranks = [node for node, _ in places]
-    names = [name for _, name in sorted(set(places))]
+    node_ranks = gather_json(job.node_rank)
+    by_node = dict(zip(node_ranks, gather_json(socket.gethostname()), strict=True))
+    names = [name for _, name in sorted(by_node.items())]
     ranks = Participants(job.rank, job.world_size, job.device)
     measured = links.measure_pairs(node_ranks, ranks, size, iterations)
     return {pair: link.bandwidth for pair, link in measured.items()}, names, measured

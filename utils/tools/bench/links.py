@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ...gather import gather_json
 from ..host_pairs import Pair, rounds, slow_pairs
-from ..operations import AllReduce, Participants, barrier, exchange, gather_objects, time_iterations
+from ..operations import AllReduce, Participants, barrier, exchange, time_iterations
 from .collective_bench import CollectiveResult, Sweep, measure, write
 
 _ATTEMPTS = 3  # to measure a slow pair
@@ -58,7 +59,7 @@ def measure_links(
     Inside: the slowest host, while all hosts measure at once. Between: the ring of all ranks.
     node_rank: this rank's host. results: those of all ranks, where there are any.
     """
-    node_ranks = gather_objects(node_rank)
+    node_ranks = gather_json(node_rank)
     hosts = sorted(set(node_ranks))
     inside = None
     for host in hosts:
@@ -74,7 +75,7 @@ def measure_links(
             )
     if own.size > 1:
         inside = fit(_all_reduces(sweep, own), own.size)
-    found = [link for link in gather_objects(inside) if link]
+    found = [MeasuredLink(**link) for link in gather_json(inside and asdict(inside)) if link]
     slowest = min(found, key=lambda link: link.bandwidth_bytes_per_second, default=None)
     if len(hosts) == 1:
         return slowest, None
@@ -143,15 +144,18 @@ def _measure_round(
 ) -> list[tuple[Pair, PairResult]]:
     """Return the slower of the two directions of each pair."""
     own = node_ranks[ranks.rank]
-    measured = None
+    measured: tuple[Pair, tuple[float, float]] | None = None
     barrier(ranks)
     pair = next((pair for pair in pairs if own in pair), None)
     if pair and ranks.rank == node_ranks.index(own):
         other = node_ranks.index(pair[0] if pair[1] == own else pair[1])
         seconds = _best(other, size, iterations, ranks.device)
         latency = _best(other, 8, iterations, ranks.device)
-        measured = (pair, PairResult(size / seconds, latency))
-    pair_results = [pair_result for pair_result in gather_objects(measured) if pair_result]
+        measured = (pair, (size / seconds, latency))
+    pair_results = [
+        ((first, second), PairResult(*result))
+        for (first, second), result in filter(None, gather_json(measured))
+    ]
     return [
         min(
             (pair_result for pair_result in pair_results if pair_result[0] == pair),

@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from ..operations import AllReduce, Participants, gather_objects, time_iterations
+from ...gather import gather_json
+from ..operations import AllReduce, Participants, time_iterations
 from ..script_modules import name_conflict, script_modules
 
 RESULT = "ddpkit-trial "  # before the reports of all ranks, in the output of rank 0
@@ -224,7 +225,7 @@ class Recorder:
             report.whole_seconds = _time_all_reduce(report.gradient_bytes, parameters[0].device)
         reports = [asdict(report)]
         if dist.is_initialized():
-            reports = gather_objects(asdict(report))
+            reports = gather_json(asdict(report))
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"\n{RESULT}{json.dumps(reports)}", flush=True)
 
