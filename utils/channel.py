@@ -1,8 +1,9 @@
 """One channel between the processes of a launch: JSON messages, after one proof of the secret.
 
 When they connect, a server and its peer prove to each other that they know the secret, without
-sending it (as the authkey of multiprocessing). Later messages are neither encrypted nor signed, as
-those of torch's store, gloo and NCCL. Standard library only.
+sending it (as the authkey of multiprocessing). Later messages are not encrypted. They are signed
+where the peer demands it, as agents do, who are sent commands; those of the ranks are not, as those
+of torch's store, gloo and NCCL. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-_VERSION = 3
+_VERSION = 4
 _HEADER = struct.Struct(">4sI")  # _MAGIC, bytes of the JSON that follows
 _MAGIC = b"ddp\n"
 _LONGEST, _LONGEST_OF_PROOF = 1 << 26, 1 << 12  # bytes
@@ -36,6 +37,8 @@ _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 _CHUNK_BYTES = 1 << 14  # each recv() allocates so much
 _RETRANSMITS = 3  # in a row, which takes a second or more
 _HOST_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+_COUNTER = struct.Struct(">Q")  # of the frames that an end has signed
+_SIGNATURE_BYTES = 32  # HMAC-SHA256, before the JSON
 _ENCODE = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode  # one order at both ends
 
 Message = dict[str, Any]  # what json can write, its name as "kind"
@@ -72,6 +75,7 @@ class Session:
         self.output = bytearray()  # to be sent at once
         self._secret, self._is_peer = secret, hello is not None
         self._nonce, self._key = os.urandom(16).hex(), b""
+        self._num_signed, self._num_checked = 0, 0  # frames
         self._waiting: list[Message] = []  # for the proof of the server
         self._input = bytearray()
         self.hello: Message = {}
@@ -82,7 +86,7 @@ class Session:
     def encode(self, message: Message) -> bytes:
         """Return the bytes of a message; b"" while the server is unproved."""
         if self.is_open:
-            return _frame(message)
+            return self._signed_frame(message)
         self._waiting.append(message)
         return b""
 
@@ -111,6 +115,8 @@ class Session:
             return None
         body = bytes(self._input[_HEADER.size : end])
         del self._input[:end]
+        if self.is_open and self.hello.get("signs"):
+            body = self._checked(body)
         with contextlib.suppress(ValueError, RecursionError):
             message = json.loads(body)
             if isinstance(message, dict) and isinstance(message.get("kind"), str):
@@ -125,7 +131,7 @@ class Session:
             self._check_proof(message, "server")
             self.output += _frame({"kind": "proof", "proof": self._proof("peer")})
             self.is_open = True
-            self.output += b"".join(map(_frame, self._waiting))
+            self.output += b"".join(map(self._signed_frame, self._waiting))
             self._waiting.clear()
         elif kind == "hello" and not self._is_peer and not self.hello:
             whole = (isinstance(message.get(key), int) for key in ("version", "index", "size"))
@@ -140,6 +146,28 @@ class Session:
             self.is_open = True
         else:
             raise ProtocolError(f"it sent a message of the kind {kind}, which is not due")
+
+    def _signed_frame(self, message: Message) -> bytes:
+        """Return a frame after the proof: with a signature, if the peer has demanded that."""
+        if not self.hello.get("signs"):
+            return _frame(message)
+        body = _ENCODE(message).encode()
+        signature = self._sign(body, self._num_signed, by_peer=self._is_peer)
+        self._num_signed += 1
+        return _HEADER.pack(_MAGIC, len(signature) + len(body)) + signature + body
+
+    def _checked(self, signed: bytes) -> bytes:
+        """Return the JSON of a signed frame; ProtocolError unless it is the other end's next."""
+        signature, body = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        expected = self._sign(body, self._num_checked, by_peer=not self._is_peer)
+        if not hmac.compare_digest(signature, expected):
+            raise ProtocolError("a message was changed, repeated or left out on the way")
+        self._num_checked += 1
+        return body
+
+    def _sign(self, body: bytes, number: int, *, by_peer: bool) -> bytes:
+        label = b"frame of peer" if by_peer else b"frame of server"
+        return hmac.digest(self._key, label + _COUNTER.pack(number) + body, "sha256")
 
     def _derive_key(self, nonce_of_server: object) -> None:
         text = _ENCODE([self.hello, self._secret.label, nonce_of_server])
@@ -495,18 +523,27 @@ def connect(
     index: int = 0,
     size: int = 0,
     seconds: float = _CONNECT_SECONDS,
+    signs: bool = False,
 ) -> Channel:
     """Connect to a server, and wait until both have proved themselves.
 
     role: what this peer is. index, size: its number among so many. seconds: until the server has
-    responded. Raises OSError where no server of this launch does.
+    responded. signs: both ends sign each message.
+    Raises OSError where no server of this launch does.
     """
     connected = socket.create_connection((address, port), min(seconds, _CONNECT_SECONDS))
-    return prove(connected, secret, role, index=index, size=size, seconds=seconds)
+    return prove(connected, secret, role, index=index, size=size, seconds=seconds, signs=signs)
 
 
 def prove(
-    connected: socket.socket, secret: Secret, role: str, *, index: int, size: int, seconds: float
+    connected: socket.socket,
+    secret: Secret,
+    role: str,
+    *,
+    index: int,
+    size: int,
+    seconds: float,
+    signs: bool = False,
 ) -> Channel:
     """Wait until both ends of a connection to a server have proved themselves, as connect()."""
     if connected.getsockname() == connected.getpeername():  # by the kernel: nobody listens there
@@ -515,6 +552,7 @@ def prove(
     # A first message follows the proof: it would wait for the acknowledgement of that.
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     hello = {"role": role, "index": index, "size": size, "instance": os.urandom(8).hex()}
+    hello |= {"signs": True} if signs else {}
     peer = Channel(connected, secret, hello)
     deadline = time.monotonic() + seconds
     while not peer.session.is_open and peer.wait_for_input(deadline):

@@ -53,6 +53,33 @@ def test_nothing_but_hello_is_sent_before_the_server_has_proved_itself() -> None
     assert peer.feed(server.encode({"kind": "ack"})[:10]) == []  # the rest follows
 
 
+def test_signed_messages_go_both_ways_and_no_other_is_taken() -> None:
+    """Whoever can change packets on the way can hold back, repeat, exchange and write messages."""
+    first, second = {"kind": "start", "n": 1}, {"kind": "end", "n": 2}
+
+    def ends() -> tuple[Session, Session]:
+        peer, server = Session(KEY, {**HELLO, "signs": True}), Session(KEY)
+        peer.encode(NOTICE)
+        assert exchange(peer, server) == [NOTICE] and peer.is_open and server.is_open
+        return peer, server
+
+    peer, server = ends()
+    assert peer.feed(server.encode(first) + server.encode(second)) == [first, second]
+    assert server.feed(peer.encode(first)) == [first]
+    unsigned = opened()[1].encode(first)
+    attacks: list[Callable[[Session, bytes, bytes], bytes]] = [
+        lambda server, one, two: one.replace(b'"n":1', b'"n":7'), lambda server, one, two: two,
+        lambda server, one, two: one + one, lambda server, one, two: unsigned,
+        lambda server, one, two: ends()[1].encode(first), lambda server, one, two: one[:8] + b"0" * 32 + one[40:]]
+    for attack in attacks:
+        peer, server = ends()
+        with pytest.raises(ProtocolError, match="a message was changed, repeated or left out on the way"):
+            peer.feed(attack(server, server.encode(first), server.encode(second)))
+    peer, server = ends()
+    with pytest.raises(ProtocolError, match="changed, repeated"):
+        server.feed(server.encode(first))  # its own, sent back
+
+
 # Each is what a peer without the secret says to a server.
 def wrong_secret(secret: Secret) -> Callable[[Session], object]:
     return lambda server: exchange(Session(secret, HELLO), server)

@@ -5,6 +5,7 @@ It ends them when the coordinator requests that or is gone.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -35,8 +36,11 @@ _MAXIMUM_UNSENT_BYTES = 1 << 22  # more output is left in the pipes of the ranks
 class Agent:
     """The ranks of this host, led by the coordinator at the other end of the connection."""
 
-    def __init__(self, connection: Channel, secret: str, loop: EventLoop) -> None:
-        self._connection, self._secret = connection, secret
+    def __init__(
+        self, connection: Channel, secret: str, loop: EventLoop, environ: dict[str, str] | None
+    ) -> None:
+        """environ: the variables of the ranks, if this process was started with them."""
+        self._connection, self._secret, self._environ = connection, secret, environ
         self._send = connection.send
         self._loop = loop
         self._outputs = Outputs(loop, self._send_output)
@@ -97,10 +101,11 @@ class Agent:
 
     def _start(self, processes: Processes, order: Message) -> None:
         same_host = order["host"] == socket.gethostname()
-        order["environ"][VARIABLE] += self._secret
+        environ = order["environ"] if self._environ is None else self._environ
+        environ[VARIABLE] += self._secret
         start_on_host(
             order["processes"],
-            rank_environment(order["environ"], os.environ, same_host=same_host),
+            rank_environment(environ, os.environ, same_host=same_host),
             processes,
             self._outputs,
             output_dir=order["output_dir"],
@@ -140,14 +145,18 @@ class Agent:
             self._loop.take_signals()
 
 
-def _secret(path: str) -> str:
-    """Return the secret that the coordinator has given: in a file, or as everybody on a host can
-    read a command line, in the environment or on the standard input.
+def _given(path: str) -> tuple[str, dict[str, str] | None]:
+    """Return the secret that the coordinator has given, and the variables of the ranks or None.
+
+    The secret is in a file, or as everybody on a host can read a command line, in the environment
+    or on the standard input; variables are there, too.
     """
     if path:
         with open(path, encoding="ascii") as file:
-            return file.read()
-    return os.environ.get(SECRET_VARIABLE) or sys.stdin.readline().strip()
+            return file.read(), None
+    if secret := os.environ.get(SECRET_VARIABLE):
+        return secret, None
+    return sys.stdin.readline().strip(), json.loads(sys.stdin.readline() or "null")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -161,7 +170,8 @@ def main(arguments: Sequence[str]) -> int:
 
         index = str(detect().rank)
     try:
-        secret = secret_of_ranks(_secret(path))
+        text, environ = _given(path)
+        secret = secret_of_ranks(text)
     except OSError as error:
         print(
             f"ddpkit launch: error: on {socket.gethostname()} {path} cannot be read: "
@@ -182,5 +192,6 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         connection, address = reached
         host = socket.gethostname()
-        connection.send({"kind": "agent", "index": int(index), "reached": address, "host": host})
-        return Agent(connection, secret, loop).run()
+        hello = {"index": int(index), "reached": address, "host": host}
+        connection.send({"kind": "agent", **hello, "has_environ": environ is not None})
+        return Agent(connection, secret, loop, environ).run()

@@ -68,7 +68,7 @@ class Processes:
         Processes are numbered from 0 in the order of these calls. PBS and terminals signal a whole
         session, but each stop must reach a process once, by signal() or stop().
 
-        stdin: a short text for the child, or a descriptor that it reads. cpus: to bind the process
+        stdin: a text for the child, or a descriptor that it reads. cpus: to bind the process
         to; empty: those of this process.
         """
         index = len(self._children) + len(self._unstarted)
@@ -190,6 +190,12 @@ def _readable(text: bytes) -> int:
     """Return a descriptor from which the text can be read, and then the end."""
     if not text:
         return os.open(os.devnull, os.O_RDONLY)
+    if hasattr(os, "memfd_create"):  # a pipe may take 4 KiB only, and has no reader yet
+        memory = os.memfd_create("stdin")
+        with open(os.dup(memory), "wb") as file:
+            file.write(text)
+        os.lseek(memory, 0, os.SEEK_SET)
+        return memory
     read_end, write_end = os.pipe()
     os.write(write_end, text)
     os.close(write_end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -115,12 +116,22 @@ class Coordinator(LaunchServer):
             return module_command(self._plan.python, "agent", arguments)
 
         secret = {agent.SECRET_VARIABLE: notices.launch_secret}
-        for start in self._plan.method.agent_starts(self._plan, agent_words, secret):
+        # Through ssh, which encrypts it; what the connection to an agent carries, others can read.
+        environ = json.dumps(self._agent_environment()) if self._plan.method.passes_secret else ""
+        for start in self._plan.method.agent_starts(self._plan, agent_words, secret, environ):
             self._starters.append(start.hosts)
             if self._plan.method.is_native_launcher:
                 start_command(self._launch, start.words, start.environ)
             else:
                 self._processes.start(start.words, start.environ, stdin=start.stdin)
+
+    def _agent_environment(self) -> dict[str, str]:
+        """Return the variables that agents give to their ranks."""
+        environ = dict(self._plan.method.agent_environment(self._plan.environ))
+        # Others may read what is sent: agents know the cookie, and derive the secret of the ranks.
+        environ.pop("PBS_JOBCOOKIE", None)
+        environ[VARIABLE] = f"{self._notices.addresses}/{self._notices.port}/"
+        return environ
 
     def _missing_hosts(self, hosts: tuple[int, ...] | None = None) -> str:
         """Name the hosts, all or some by index, whose agents have not connected."""
@@ -208,17 +219,13 @@ class Coordinator(LaunchServer):
         reached = [self._hellos[peer]["reached"] for peer, address in others if address not in own]
         address = address_of_rank_0(addresses[0], reached, own)
 
-        # What agents are sent, others may read: they know the cookie, and derive the ranks' secret.
-        environ = dict(plan.method.agent_environment(plan.environ))
-        environ.pop("PBS_JOBCOOKIE", None)
-        environ[VARIABLE] = f"{self._notices.addresses}/{self._notices.port}/"
-
+        environ = self._agent_environment()
         torchrun = plan.options.torchrun
         for index, peer in enumerate(peers):
             order = {
                 "launch_id": f"{self._launch.id}.{index}",
                 "host": socket.gethostname(),
-                "environ": environ,
+                "environ": None if self._hellos[peer].get("has_environ") else environ,
                 "output_dir": "" if torchrun else plan.options.output_dir,
                 "watched_ranks": plan.ranks[index] if plan.is_watched else 0,
                 "processes": host_processes(

@@ -67,7 +67,7 @@ def connect(
         refused = 0
         for address in addresses:
             try:
-                peer = channel.connect(address, port, secret_of(secret), role)
+                peer = channel.connect(address, port, secret_of(secret), role, signs=True)
                 peer.keep_alive(LOST_SECONDS)
                 return peer, address
             except ConnectionRefusedError:

@@ -204,12 +204,17 @@ class Method:
         return list(words)
 
     def agent_starts(
-        self, plan: Plan, agent: Callable[[str], list[str]], secret: Mapping[str, str]
+        self,
+        plan: Plan,
+        agent: Callable[[str], list[str]],
+        secret: Mapping[str, str],
+        environ: str = "",
     ) -> list[AgentStart]:
         """Return the commands that start an agent on each host.
 
         agent: the words of the agent of a host, by its index in the plan.
         secret: the environment variable with the secret of the launch.
+        environ: the variables of the ranks in one line, for agents that read standard input.
         """
         starts = []
         for index, host in enumerate(plan.hosts):
@@ -221,7 +226,7 @@ class Method:
             if command == own:  # a child of ddpkit launch, with its environment
                 start = AgentStart(words, (index,), {**plan.environ, **secret})
             else:
-                text = "".join(f"{value}\n" for value in secret.values())
+                text = "".join(f"{value}\n" for value in [*secret.values(), environ] if value)
                 start = AgentStart(words, (index,), plan.environ, text.encode())
             starts.append(start)
         return starts

@@ -88,12 +88,16 @@ class NativeMethod(Method):
         return found
 
     def agent_starts(
-        self, plan: Plan, agent: Callable[[str], list[str]], secret: Mapping[str, str]
+        self,
+        plan: Plan,
+        agent: Callable[[str], list[str]],
+        secret: Mapping[str, str],
+        environ: str = "",
     ) -> list[AgentStart]:
-        environ = {**plan.environ, **secret}
+        variables = {**plan.environ, **secret}
         # The command may list the names of the variables to pass on.
-        words = self.command(plan._replace(environ=environ), agent("rank"))
-        return [AgentStart(words, tuple(range(len(plan.hosts))), environ)]
+        words = self.command(plan._replace(environ=variables), agent("rank"))
+        return [AgentStart(words, tuple(range(len(plan.hosts))), variables)]
 
 
 class Srun(NativeMethod):
