@@ -108,7 +108,7 @@ def test_config_prints_each_value_with_its_origin(folder: Path, capsys: pytest.C
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["account", "abc@v100", f"{folder}/config/ddpkit.yaml"]
     assert lines[5].split() == ["port-range", "20000-20999", f"{folder}/centre.yaml"]
-    assert lines[6].endswith("not set") and len(lines) == 9 + 2 + 3
+    assert lines[6].endswith("not set") and len(lines) == 10 + 2 + 3
     assert lines[5].index(str(folder)) == lines[6].index("not set") == lines[8].index("not set")  # a column
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,26 @@ def follow(chain: Submission, *statuses: Status | Exception | list[Status | Exce
     """The exit status of following jobs 1, 2, ..., which have these statuses."""
     scheduler = Scripted({str(number): one for number, one in enumerate(statuses, 1)})
     return following.follow(scheduler.status, chain.logs, [str(number + 1) for number in range(len(statuses))])
+
+
+def test_follow_asks_seldom_while_a_running_job_prints(chain: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output shows that it runs. Once it prints no more, the scheduler is asked."""
+    monkeypatch.setattr(following, "MAX_QUERY_SECONDS", 0.2)
+    monkeypatch.setattr(following, "PRINTING_SECONDS", 0.6)
+    began, asked = time.monotonic(), list[float]()
+
+    def query(job_id: str) -> Status:
+        asked.append(time.monotonic() - began)
+        return Status("1", "running") if asked[-1] < 2 else DONE
+
+    def logs(job_id: str) -> list[Path]:
+        if time.monotonic() - began < 1.8:
+            with open(chain.folder / "1.out", "a") as output:
+                output.write("step\n")
+        return [chain.folder / "1.out"]
+
+    assert following.follow(query, logs, ["1"]) == 0
+    assert len([when for when in asked if when < 1.7]) <= 4 and asked[-1] < 3, asked
 
 
 def test_follow_prints_states_and_output(chain: Submission, capfd: pytest.CaptureFixture[str]) -> None:

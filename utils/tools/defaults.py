@@ -98,6 +98,12 @@ SETTINGS = {
         "$TMPDIR or /tmp, else /dev/shm",
         "DDPKIT_STAGE_DIR",
     ),
+    "follow-seconds": Setting(
+        "seconds between two queries of --follow while the job prints",
+        r"[1-9]\d*",
+        "60",
+        "30",
+    ),
 }
 _OF_RANKS = ("hang-timeout", "port-range", "check-training")
 # They lead to programs and files that the kit runs, or writes into job scripts.

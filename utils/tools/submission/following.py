@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from ...job.commands import SchedulerError
 from ...visible_text import visible
+from .. import defaults
 from ..doctor.lines import read_restart
 from ..doctor.logs import diagnose, summary
 from ..schedulers.scheduler import Status
@@ -20,6 +21,7 @@ from .submissions import failure_file
 # Seconds between two queries: few after a change, more while nothing happens.
 MIN_QUERY_SECONDS = 1.0
 MAX_QUERY_SECONDS = 10.0
+PRINTING_SECONDS = 30.0  # between two while a running job prints
 NO_RESPONSE_SECONDS = 120.0  # a scheduler that restarts is away for a minute or so
 LOG_SECONDS = 0.5  # between two reads of the output
 
@@ -90,8 +92,10 @@ def follow(
     Raises SchedulerError when the scheduler does not respond for some time.
     """
     result = 0
+    configured = defaults.load().get("follow-seconds")
+    printing_seconds = float(configured.value) if configured else PRINTING_SECONDS
     for job_id in job_ids:
-        status = _follow_one(query, logs, job_id)
+        status = _follow_one(query, logs, job_id, printing_seconds)
         exit_status = status.exit_status
         if job_id != job_ids[-1]:
             if status.state == "completed":
@@ -106,17 +110,22 @@ def follow(
 
 
 def _follow_one(
-    query: Callable[[str], Status], logs: Callable[[str], list[Path]], job_id: str
+    query: Callable[[str], Status],
+    logs: Callable[[str], list[Path]],
+    job_id: str,
+    printing_seconds: float,
 ) -> Status:
     log = Log(lambda: logs(job_id), sys.stdout.buffer)
     shown = ""
     failing_since: float | None = None
     silent_until = 0.0
     pause = MIN_QUERY_SECONDS
+    is_running = False
     while True:
         try:
             status = query(job_id)
             failing_since = None
+            is_running = status.state == "running"
         except SchedulerError as error:
             now = time.monotonic()
             failing_since = failing_since or now
@@ -136,11 +145,15 @@ def _follow_one(
                 if found := cause(status, logs(job_id), after_output=True):
                     note(found)
                 return status
-        until = time.monotonic() + pause
+        queried = time.monotonic()
+        until = queried + pause
         pause = min(pause * 1.5, MAX_QUERY_SECONDS)
-        while time.monotonic() < until:
+        while (now := time.monotonic()) < until:
             if log.print_new():
-                pause = MIN_QUERY_SECONDS
+                if is_running:  # the output shows that it still is
+                    until = min(queried + printing_seconds, now + MAX_QUERY_SECONDS)
+                else:
+                    pause = MIN_QUERY_SECONDS
             time.sleep(LOG_SECONDS)
 
 
