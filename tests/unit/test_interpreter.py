@@ -205,6 +205,18 @@ def test_submit_restarts_under_the_kits_python_for_yaml(kit: Path, pythons: dict
     assert done.returncode == 1 and "PyYAML is not installed" in done.stderr
 
 
+def test_a_yaml_of_another_python_is_named_with_its_error(kit: Path, pythons: dict[str, Path], tmp_path: Path) -> None:
+    """As of a module, or a .bashrc, that exports PYTHONPATH."""
+    foreign = tmp_path / "foreign" / "yaml" / "__init__.py"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("raise ImportError('cannot import name _yaml: built for Python 3.9')\n")
+    words = ["utils", "submit", "run", "--site", "lumi", "--dry-run", "train.py"]
+    done = run(pythons["torch"], kit, *words, PYTHONPATH=str(tmp_path / "foreign"))
+    assert done.returncode == 1 and "not installed" not in done.stderr, done.stderr
+    assert f"yaml of {foreign} was found and does not load: cannot import name _yaml: built for" in done.stderr
+    assert f"Take {tmp_path}/foreign out of PYTHONPATH: it may belong to another Python" in done.stderr
+
+
 def test_bench_restarts_under_a_python_with_torch(kit: Path, pythons: dict[str, Path], tmp_path: Path) -> None:
     done = run(pythons["base"], kit, "utils", "bench", "--help")
     assert "No module named 'torch.distributed'" in done.stderr  # the stand-in for torch in the kit's .venv

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..submission.paths import JOBS
+from ..yaml_import import why_no_yaml
 from .figures import seconds_text
 
 TABLE = JOBS / "hardware.yaml"
@@ -132,11 +133,9 @@ class Hardware:
     def __init__(self, path: Path = TABLE) -> None:
         try:
             import yaml
-        except ImportError:
-            raise PredictionError(
-                "PyYAML is not installed, and the table of accelerators is a YAML file. Install "
-                "it with `python -m pip install pyyaml`."
-            ) from None
+        except ImportError as error:
+            text = why_no_yaml(error, "the table of accelerators is a YAML file")
+            raise PredictionError(text) from None
         self._table: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
 
     def accelerator(self, name: str) -> Accelerator:

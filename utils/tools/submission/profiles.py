@@ -18,6 +18,7 @@ from ...host.cores import CPU_BIND, parse_binding
 from ...host.masks import VENDORS
 from ..launch.methods import NAMES
 from ..missing_files import closest, no_such_file
+from ..yaml_import import why_no_yaml
 from .paths import JOBS
 
 FOLDER = JOBS / "sites"
@@ -170,11 +171,8 @@ def compose(text: str, path: Path) -> Node:
     """
     try:
         import yaml
-    except ImportError:
-        raise ProfileError(
-            "PyYAML is not installed, and site profiles are YAML files. Install it with "
-            "`python -m pip install pyyaml`, or run scripts/setup_env.sh."
-        ) from None
+    except ImportError as error:
+        raise ProfileError(why_no_yaml(error, "site profiles are YAML files")) from None
     try:
         loader = yaml.SafeLoader(text)
         loader.name = str(path)
