@@ -80,7 +80,7 @@ def counted_peak(case: Case, ddp_options: dict[str, Any] | None = None) -> int:
 
 
 def traced(case: Case) -> Any:
-    return trace_training(case.build, case.step, case.optimizer, accumulate_steps=case.accumulate, foreach=False)
+    return trace_training(case.build, case.step, case.optimizer, accumulate_steps=case.accumulate, gpu=False)
 
 
 @pytest.mark.parametrize("name", [*CASES, *HELD_OUT])
@@ -155,13 +155,13 @@ def test_largest_micro_batch_is_that_of_a_counted_run_or_unconfirmed(name: str) 
     capacity, (make, least, confirmed) = 10_000_000, LARGEST[name]
 
     def total(samples: int) -> float:
-        return trace_factory(f"tests.unit.plan_models:{name}", samples, "adamw", "fp32", 1).peak().total
+        return trace_factory(f"tests.unit.plan_models:{name}", samples, "adamw", "fp32", 1, gpu=False).peak().total
 
     def counted(samples: int) -> int:
         model, inputs = make(samples)
         named = inputs if isinstance(inputs, dict) else {}
         places = () if named else inputs if isinstance(inputs, tuple) else (inputs,)
-        return counted_peak(Case(lambda: model, lambda model: model(*places, **named).mean(), foreach_adamw))
+        return counted_peak(Case(lambda: model, lambda model: model(*places, **named).mean(), adamw))
     found = largest_batch(total, least, capacity)
     assert (not found.unconfirmed) == confirmed, found
     if confirmed:

@@ -300,10 +300,18 @@ def _network(
         text = text or args.bandwidth
         if text is None:
             return default
+        if not any(digit in text for digit in "0123456789") or " " in text.strip():
+            return hardware.link(text)  # "infinity" and "nan" are numbers for Python
         try:
-            return Link(float(text), default.latency)
+            bandwidth = float(text)
         except ValueError:
             return hardware.link(text)
+        if not 0 < bandwidth < math.inf:
+            raise PredictionError(
+                f"The bandwidth of a link is {text}. Expected a number of bytes per second above "
+                "0, such as 25e9, or a link of jobs/hardware.yaml."
+            )
+        return Link(bandwidth, default.latency)
 
     per_node = args.gpus_per_node or (site.gpus_per_node if site else _GPUS_PER_NODE)
     if not args.gpus_per_node and not site:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import os
 import runpy
@@ -82,7 +83,7 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
                 if os.path.dirname(file) == folder:
                     del sys.modules[name]
 
-    with _time_limit(path, timeout), script_modules(folder), _output_to_stderr():
+    with _time_limit(path, timeout), script_modules(folder), _output_to_stderr(), _tf32_reset():
         try:
             try:
                 trace = trace_steps(run)
@@ -131,6 +132,17 @@ def _run(
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _tf32_reset() -> Iterator[None]:
+    """Undo what the script permits: it belongs to the process. torch reads this variable, too."""
+    try:
+        yield
+    finally:
+        permitted = os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1"
+        torch.set_float32_matmul_precision("high" if permitted else "highest")
+        torch.backends.cudnn.allow_tf32 = True
 
 
 @contextlib.contextmanager
@@ -226,6 +238,13 @@ class _Patches:
                 data = self._mode.from_tensor(data.detach())
             return new_parameter(cls, data, requires_grad)
 
+        def initializer(original: Callable[..., Any]) -> Callable[..., Any]:
+            def initialize(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+                # The values do not matter, and trunc_normal_() of torch 2.14 reads them.
+                return tensor if is_fake(tensor) else original(tensor, *args, **options)
+
+            return initialize
+
         def make_ddp(ddp: Any, module: nn.Module, *args: object, **options: Any) -> None:
             nn.Module.__init__(ddp)
             ddp.module, ddp.process_group = module, dist.group.WORLD
@@ -282,6 +301,11 @@ class _Patches:
             (torch.cuda, "set_device", lambda device: None),
             (torch.multiprocessing, "spawn", lambda run, args=(), *a, **k: run(0, *args)),
             (dist, "init_process_group", init_process_group),
+        ]
+        replaced += [
+            (nn.init, name, initializer(function))
+            for name, function in vars(nn.init).items()
+            if name.endswith("_") and not name.startswith("_") and inspect.isfunction(function)
         ]
         kept = [(place, name, place.__dict__[name]) for place, name, _ in replaced]
         environ = dict(os.environ)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import traceback
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,10 @@ from torch.optim.optimizer import (
 # https://dev-discuss.pytorch.org/t/what-and-why-is-torch-dispatch/557
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
+from .gpu_forms import forms_of_gpu
 from .hardware import PredictionError, TooFewSteps
+from .operations import TracedOperation, describe
 
 CATEGORIES = (
     "parameters",
@@ -45,16 +47,6 @@ CATEGORIES = (
 _BLOCK = 512  # bytes; kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
 _MOST_STEPS = 25  # traced until the optimizer's state grows no more
 _READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
-_LOOKUPS = {torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor}
-
-
-class TracedOperation(NamedTuple):
-    """The work of one operation."""
-
-    phase: str  # "forward", "backward" or "optimizer"
-    flops: float
-    moved_bytes: int  # read and written
-    dtype: str  # "float32", "bfloat16", ...
 
 
 @dataclass
@@ -114,15 +106,15 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The first step creates the state of the optimizer; the last one is reported.
     """
 
-    def __init__(self, *, num_steps: int = 2, foreach: bool = True) -> None:
-        # foreach: torch's optimizers use their multi-tensor form on GPUs, which needs more memory.
+    def __init__(self, *, num_steps: int = 2, gpu: bool = True) -> None:
+        # gpu: trace operations in the form that a GPU runs, not that of the CPU.
         super().__init__()  # type: ignore[no-untyped-call]
         self.sync = True  # false under DDP.no_sync()
         self.ddp_options: dict[str, Any] = {}
         self.notes: list[str] = []
         self._reason: PredictionError | None = None  # why there is no trace
         self._state_bytes, self._extra_steps = 0, _MOST_STEPS - num_steps
-        self._steps_left, self._foreach = num_steps, foreach
+        self._steps_left, self._gpu = num_steps, gpu
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._finished: Trace | None = None
         self._input_size = self._largest_input = 0
@@ -150,7 +142,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
         try:
-            with self:
+            with forms_of_gpu() if self._gpu else nullcontext(), self:
                 yield
         finally:
             set_onednn(onednn)
@@ -269,7 +261,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._in_optimizer = True
         for group in optimizer.param_groups:
-            if self._foreach and group.get("foreach", 0) is None and not group.get("fused"):
+            # torch's optimizers use their multi-tensor form on GPUs, which needs more memory.
+            if self._gpu and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True
         args = tuple(self._outside_optimizer(argument) for argument in args)
         return args, {name: self._outside_optimizer(argument) for name, argument in options.items()}
@@ -329,7 +322,9 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.untyped_storage() not in self._storages:
                 self._count(tensor, "inputs")
         if function._schema.is_mutable or not self._is_view(outputs):
-            self._record(function, args, kwargs, inputs, outputs, output)
+            self._operations.append(
+                describe(self._phase(), function, args, kwargs, inputs, outputs, output)
+            )
         for tensor in outputs:
             if tensor.untyped_storage() not in self._storages:
                 self._count(tensor, self._category(), str(function))
@@ -362,28 +357,6 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _category(self) -> str:
         return "activations" if self._phase() == "forward" else "temporary"
-
-    def _record(
-        self,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        output: Any,
-    ) -> None:
-        count_flops = flop_registry.get(function._overloadpacket)
-        flops = count_flops(*args, **kwargs, out_val=output) if count_flops else 0
-        self.add_operation(flops, outputs if function in _LOOKUPS else inputs, outputs)
-
-    def add_operation(
-        self, flops: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> None:
-        """Add the work of an operation to the step."""
-        moved = (*inputs, *outputs)
-        dtype = next((t.dtype for t in outputs if t.is_floating_point()), torch.float32)
-        size = sum(tensor.nbytes for tensor in moved)
-        self._operations.append(TracedOperation(self._phase(), flops, size, str(dtype)[6:]))
 
     def _value_of(self, tensor: Tensor) -> float:
         """Return a value for a number that is printed, and note it; ValueNeeded for others."""
@@ -499,14 +472,16 @@ def convertible_parameters() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
-def trace_steps(run: Callable[[StepTracer], None], *, foreach: bool = True) -> Trace:
+def trace_steps(run: Callable[[StepTracer], None], *, gpu: bool = True) -> Trace:
     """Trace the steps that `run` runs with a tracer.
 
     Raises PredictionError, or what `run` raises.
     """
-    tracer = StepTracer(foreach=foreach)
+    tracer = StepTracer(gpu=gpu)
     try:
-        run(tracer)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            run(tracer)
     except Exception:
         if not tracer.is_finished:  # what a script does at its end may fail
             raise
@@ -519,12 +494,12 @@ def trace_training(
     make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     *,
     accumulate_steps: int = 1,
-    foreach: bool = True,
+    gpu: bool = True,
 ) -> Trace:
     """Trace training steps of a model.
 
     build: makes the model; its tensors are made fake. step: runs a forward pass on a batch, and
-    returns the loss.
+    returns the loss. gpu: in the form that a GPU runs, not in that of this CPU.
     """
 
     def run(tracer: StepTracer) -> None:
@@ -545,7 +520,7 @@ def trace_training(
             except StepsTraced:
                 pass
 
-    return trace_steps(run, foreach=foreach)
+    return trace_steps(run, gpu=gpu)
 
 
 def caller() -> str:

@@ -45,12 +45,11 @@ def computation(trace: Trace, gpu: Accelerator, launch_seconds: float = 0.0) -> 
     if started > computed:
         seconds = [launch_seconds] * len(seconds)
     ends = [0.0, *accumulate(seconds)]
-    optimizer = sum(
-        time for time, op in zip(seconds, trace.operations, strict=True) if op.phase == "optimizer"
-    )
     gradients = tuple(Gradient(ends[index + 1], size) for index, size in trace.gradients)
     busy = min(1.0, computed / started) if started else 1.0
-    return Computation(gradients, ends[-1] - optimizer, optimizer, busy)
+    # What follows the last backward pass, such as clip_grad_norm_(), needs the reduced gradients.
+    last = max(i for i, op in enumerate(trace.operations) if op.phase == "backward")
+    return Computation(gradients, ends[last + 1], ends[-1] - ends[last + 1], busy)
 
 
 def scaled_to(computation: Computation, micro_step: float, accumulate_steps: int) -> Computation:
@@ -158,9 +157,15 @@ def _solution(known: dict[int, float], capacity: float) -> int:
 
 
 def trace_factory(
-    name: str, batch: int, optimizer: str, precision: str, accumulate_steps: int
+    name: str,
+    batch: int,
+    optimizer: str,
+    precision: str,
+    accumulate_steps: int,
+    *,
+    gpu: bool = True,
 ) -> Trace:
-    """Trace the model of a factory "module:function".
+    """Trace the model of a factory "module:function", in the form of a GPU or of this CPU.
 
     The function gets the micro-batch and returns (model, inputs) or (model, inputs, loss): inputs
     is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number.
@@ -211,6 +216,7 @@ def trace_factory(
                 step,
                 classes[optimizer],
                 accumulate_steps=accumulate_steps,
+                gpu=gpu,
             )
     except ValueNeeded as error:
         raise PredictionError(f"{name} could not be traced. {error}") from error
