@@ -37,6 +37,7 @@ from ddpkit.data import sample_seed
 from ddpkit.log import get_logger
 from ddpkit.metrics import Metrics
 from ddpkit.preemption import StopSignal, requeue
+from ddpkit.tools.plan.hardware import Hardware, PredictionError
 from ddpkit.training import GradientNoiseScale, accumulate, prime_ddp_buckets
 
 # isort: split
@@ -57,9 +58,6 @@ MODELS = {
     "gpt2-xl": (48, 25, 1600, 1024),  # 1,558 million
 }
 GPT2_VOCABULARY = 50304  # its 50,257 tokens, rounded up to a multiple of 64, which is faster
-# Dense bfloat16 or float16 operations per second; jobs/hardware.yaml has the sources.
-PEAK_FLOPS = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12}
-PEAK_FLOPS |= {"MI250X": 191.5e12, "MI300A": 980.6e12}
 LIBRARY_BYTES = 8_000_000  # of Python's sources that are read
 HELD_OUT_WINDOWS = 256  # on which the held-out loss is measured
 
@@ -255,9 +253,14 @@ def fastest_precision(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device) -> float:
-    """Return the operations per second of a GPU in PEAK_FLOPS, 0 for others."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return max((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), default=0.0)
+    """Return the 16-bit operations per second of a GPU that `ddpkit plan` knows, 0 for others."""
+    if device.type != "cuda":
+        return 0.0
+    try:
+        return Hardware().peak_flops(torch.cuda.get_device_name(device))
+    except PredictionError as error:  # PyYAML is not installed
+        log.info("No share of the peak: %s", error)
+        return 0.0
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:

@@ -278,7 +278,7 @@ def test_mistake_is_named(options: str, words: str, capsys: pytest.CaptureFixtur
      "efficiency"),
     ("--parameters 1e6", ["parameters       4 MB"], "Advice"),  # none without a GPU
     ("--parameters 1e6 --compute-seconds 1", [
-        "Assumed: 8 GPUs per node (--gpus-per-node), nvlink3 within a node (--inside), 4 slingshot-200 between nodes "
+        "Assumed: 8 GPUs per node, as with a100-40 (--gpus-per-node), nvlink3 within a node (--inside), 8 hdr between nodes "
         "(--between)\n"], "No step time"),
     ("--parameters 1e6 --site perlmutter", ["parameters       4 MB"], "Assumed")])
 def test_text_says_what_is_assumed_and_what_is_missing(
@@ -308,3 +308,25 @@ def test_report_prints_neither_noise_nor_zeros(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert not re.search(r"100(\.0)? ?%|\b0\.0+\b|\d\.\d{3}", text), text
     assert text.startswith("100 k parameters on vista: 2 GPUs gh200, 1 per node, 370 GB/s within a node and 50 GB/s")
+
+
+# --- the table of accelerators
+
+@pytest.mark.parametrize(("gpu", "gpus", "inside", "between"), [
+    ("v100-16", 8, 120e9, 48e9), ("a100-80", 8, 240e9, 200e9), ("h100", 8, 370e9, 400e9), ("h200", 8, 370e9, 400e9),
+    ("gh200", 4, 370e9, 100e9), ("b200", 8, 721e9, 400e9), ("gb200", 4, 721e9, 200e9), ("mi250x", 8, 50e9, 100e9),
+    ("mi300a", 4, 288e9, 100e9), ("mi300x", 8, 336e9, 400e9), ("mi355x", 8, 336e9, 400e9), ("l40s", 8, 24e9, 50e9),
+    ("rtx3090", 4, 24e9, 12.5e9), ("rtx4090", 8, 24e9, 12.5e9), ("rtx5090", 8, 48e9, 12.5e9),
+    ("rtx-pro-6000", 8, 48e9, 100e9)])
+def test_an_accelerator_has_the_links_of_its_usual_node(
+        plan: Plan, gpu: str, gpus: int, inside: float, between: float) -> None:
+    found = plan(f"--parameters 1e6 --compute-seconds 1 --gpu {gpu} --nodes 2")["inputs"]
+    assert (found["gpus_per_node"], found["inside_bandwidth"], found["between_bandwidth"]) == (gpus, inside, between)
+
+
+@pytest.mark.parametrize(("device", "peak"), [
+    ("NVIDIA GH200 480GB", 989.5e12), ("NVIDIA H200", 989.5e12), ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA A100-SXM4-40GB", 312e12), ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA GeForce RTX 4090", 165.2e12),
+    ("AMD Instinct MI300X", 1307.4e12), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 503.8e12), ("Tesla T4", 0.0)])
+def test_the_peak_of_a_device_is_found_by_its_name(device: str, peak: float) -> None:
+    assert Hardware().peak_flops(device) == pytest.approx(peak)

@@ -58,7 +58,7 @@ def attention(
 
 def dropout(inputs: Tensor, p: float, train: bool) -> Any:
     """Dropout in one operation, which keeps a mask of one byte for each element."""
-    return torch.native_dropout(inputs, p, train)[0] if train and p > 0 else inputs.alias()
+    return torch.native_dropout(inputs, p, train)[0] if train and p > 0 else _aten.alias(inputs)
 
 
 def rms_norm(inputs: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,19 @@ def sent_bytes(size: float, ranks: int) -> float:
 
 
 @dataclass(frozen=True)
+class Node:
+    """What a node has: one of a site, or the usual one of an accelerator.
+
+    inside, between: links as Hardware.link() reads them, such as "4 slingshot-200".
+    """
+
+    gpu: str
+    gpus_per_node: int
+    inside: str
+    between: str
+
+
+@dataclass(frozen=True)
 class Accelerator:
     """A device as PyTorch counts them."""
 
@@ -105,6 +119,7 @@ class Accelerator:
     bandwidth: float  # attainable bytes per second of its memory
     flops: dict[str, float]  # attainable per second, by data type
     source: str
+    node: Node  # the usual one
 
     def seconds(self, flops: float, moved_bytes: float, dtype: str) -> float:
         """Return the time of an operation: the limit is arithmetic, memory or the kernel."""
@@ -115,16 +130,6 @@ class Accelerator:
             )
         arithmetic = flops / self.flops[dtype] if flops else 0.0
         return max(arithmetic, moved_bytes / self.bandwidth, _SHORTEST_KERNEL_SECONDS)
-
-
-@dataclass(frozen=True)
-class Node:
-    """What a node of a site has."""
-
-    gpu: str
-    gpus_per_node: int
-    inside: Link
-    between: Link
 
 
 class Hardware:
@@ -145,7 +150,21 @@ class Hardware:
         }
         bandwidth = entry["bandwidth"] * 1e9 * shares["memory_bandwidth"]
         memory = (entry["memory"] * shares["memory"] - sum(self._table["process"].values())) * 1e9
-        return Accelerator(name, memory, bandwidth, flops, self._source(entry))
+        node = Node(name, entry["node"], entry["inside"], entry["between"])
+        return Accelerator(name, memory, bandwidth, flops, self._source(entry), node)
+
+    def peak_flops(self, device: str) -> float:
+        """Return the 16-bit peak of a device that torch names so; 0 for an unknown one.
+
+        "NVIDIA GH200 480GB" contains gh200 and h200: the longest name counts.
+        """
+        written = device.lower().replace(" ", "").replace("-", "")
+        best, peak = 0, 0.0
+        for name, entry in self._table["accelerators"].items():
+            family = re.sub(r"-(16|32|40|80)$", "", name).replace("-", "")  # of its memory
+            if family in written and len(family) > best:
+                best, peak = len(family), entry["float16"] * 1e12
+        return peak
 
     def memory_note(self, gpu: Accelerator) -> str:
         """Return what the usable memory of a GPU excludes."""
@@ -178,8 +197,7 @@ class Hardware:
 
     def node(self, site: str) -> Node:
         entry = self._entry("sites", site)
-        inside, between = self.link(entry["inside"]), self.link(entry["between"])
-        return Node(entry["gpu"], entry["gpus_per_node"], inside, between)
+        return Node(entry["gpu"], entry["gpus_per_node"], entry["inside"], entry["between"])
 
     def has_site(self, site: str) -> bool:
         return site in self._table["sites"]

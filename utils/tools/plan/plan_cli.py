@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 # Where nothing is given.
-_GPU, _GPUS_PER_NODE, _INSIDE, _BETWEEN = "a100-40", 8, "nvlink3", "4 slingshot-200"
+_GPU = "a100-40"
 _BATCH = "{batch}"  # in the arguments of a script
 DESCRIPTION = """\
 Predict memory, step time and scaling of DDP training. Needs neither a GPU nor an allocation.
@@ -313,19 +313,19 @@ def _network(
             )
         return Link(bandwidth, default.latency)
 
-    per_node = args.gpus_per_node or (site.gpus_per_node if site else _GPUS_PER_NODE)
+    node = site or hardware.accelerator(args.gpu or _GPU).node
+    per_node = args.gpus_per_node or node.gpus_per_node
+    usual = "" if args.gpu else f", as with {_GPU}"
     if not args.gpus_per_node and not site:
-        assumed.append(f"{per_node} GPUs per node (--gpus-per-node)")
-    inside, between = hardware.link(_INSIDE), hardware.link(_BETWEEN)
+        assumed.append(f"{per_node} GPUs per node{usual} (--gpus-per-node)")
+    inside, between = hardware.link(node.inside), hardware.link(node.between)
     if args.links:
         inside, between = read_links(args.links, per_node)
-    elif site:
-        inside, between = site.inside, site.between
-    elif not args.bandwidth:
+    elif not site and not args.bandwidth:
         if args.inside is None:
-            assumed.append(f"{_INSIDE} within a node (--inside)")
+            assumed.append(f"{node.inside} within a node (--inside)")
         if args.between is None:
-            assumed.append(f"{_BETWEEN} between nodes (--between)")
+            assumed.append(f"{node.between} between nodes (--between)")
     inside, between = link(args.inside, inside), link(args.between, between)
     links = (
         f"{with_unit(inside.bandwidth, 'B/s', EXACT_DIGITS)} within a node and "
