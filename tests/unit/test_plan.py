@@ -112,7 +112,11 @@ def fails(needed: str, usable: str, *changes: str, even: str = "", **fit: Any) -
     ({}, 36e9, {"largest": 8, "batch": 2},
      advice.Fit(("The training fits: 20 GB of the 36 GB that are usable on x.",), free=4.0)),
     ({}, 36e9, {"complete": False}, advice.Fit((
-        "Without activations, the training needs 20 GB of the 36 GB that are usable on x. They may not fit.",))),
+        "Without activations, the training needs 20 GB of the 36 GB that are usable on x. They may not fit: give a "
+        "script or --model.",))),
+    ({}, 300e9, {"complete": False}, advice.Fit((
+        "Without activations, the training needs 20 GB of the 300 GB that are usable on x. Activations are not "
+        "counted: give a script or --model.",))),
     ({"activations": 15e9}, 34e9, {}, fails("35", "34", VIEW + " Then it fits.")),
     ({}, 18e9, {"complete": False},
      fails("20", "18", VIEW + " Then the rest fits.", even=" even without activations")),
@@ -246,7 +250,9 @@ def test_the_start_takes_longer_on_more_nodes_unless_it_is_staged(plan: Plan) ->
     assert not note(1)  # one reader is not what makes it slow
     for nodes, seconds in ((8, "51 s from Lustre, 240 s from NFS"), (64, "410 s from Lustre, 1900 s from NFS")):
         text, = note(nodes)
-        assert f"on {nodes} nodes need about {seconds}, or 2 s from a copy" in text and "takes 75 s the first" in text
+        known = "measured on 8 nodes" if nodes == 8 else "extrapolated from 8 nodes"
+        assert f"on {nodes} nodes need about {seconds} ({known}), or 2 s from a copy" in text
+        assert "takes 75 s the first" in text
 
 
 def test_measured_links_replace_those_of_the_site(plan: Plan, tmp_path: Path) -> None:
@@ -278,8 +284,8 @@ def test_mistake_is_named(options: str, words: str, capsys: pytest.CaptureFixtur
      "efficiency"),
     ("--parameters 1e6", ["parameters       4 MB"], "Advice"),  # none without a GPU
     ("--parameters 1e6 --compute-seconds 1", [
-        "Assumed: 8 GPUs per node, as with a100-40 (--gpus-per-node), nvlink3 within a node (--inside), 8 hdr between nodes "
-        "(--between)\n"], "No step time"),
+        "Assumed: 8 GPUs per node, as with a100-40 (--gpus-per-node), nvlink3 within a node (--inside), 8 hdr between "
+        "nodes (--between)\n"], "No step time"),
     ("--parameters 1e6 --site perlmutter", ["parameters       4 MB"], "Assumed")])
 def test_text_says_what_is_assumed_and_what_is_missing(
         options: str, present: list[str], absent: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,3 +336,16 @@ def test_an_accelerator_has_the_links_of_its_usual_node(
     ("AMD Instinct MI300X", 1307.4e12), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 503.8e12), ("Tesla T4", 0.0)])
 def test_the_peak_of_a_device_is_found_by_its_name(device: str, peak: float) -> None:
     assert Hardware().peak_flops(device) == pytest.approx(peak)
+
+
+@pytest.mark.parametrize(("text", "count"), [("7B", 7e9), ("124M", 124e6), ("1.5e9", 1.5e9), ("350k", 350e3),
+                                             ("1T", 1e12)])
+def test_parameters_are_counted_as_papers_write_them(plan: Plan, text: str, count: float) -> None:
+    assert plan(f"--parameters {text}")["inputs"]["parameters"] == count
+
+
+@pytest.mark.parametrize("text", ["7X", "-7B", "0", "nan", "inf", "B"])
+def test_what_is_no_number_of_parameters_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([f"--parameters={text}"])
+    assert f"{text!r} is no number of parameters" in capsys.readouterr().err

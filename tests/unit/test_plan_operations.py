@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.unit.programs import python
 from utils.tools.plan import plan_cli as cli
 from utils.tools.plan.gpu_forms import FORMS
 from utils.tools.plan.operations import TracedOperation
@@ -216,3 +217,63 @@ def test_an_impossible_bandwidth_is_one_line(bandwidth: str, capsys: pytest.Capt
 def test_infinity_is_a_link(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main("--parameters 1e8 --compute-seconds 0.1 --gpus 16 --inside infinity".split()) == 0
     assert "50 GB/s within a node" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("copied", ["torch.optim.swa_utils.AveragedModel(model)", "copy.deepcopy(model)"])
+def test_an_ema_copy_is_listed_as_such(planned: Callable[..., dict[str, Any]], copied: str) -> None:
+    found = planned(f"""
+import copy
+average = {copied}
+for _ in range(3):
+    model(torch.zeros(8, 1024)).sum().backward()
+    optimizer.step()
+""")
+    assert found["memory"]["EMA copy"] == found["memory"]["parameters"] == 4 << 20
+
+
+def test_a_frozen_model_counts_as_parameters(planned: Callable[..., dict[str, Any]]) -> None:
+    found = planned("""
+teacher = torch.nn.Linear(1024, 512, bias=False)
+for _ in range(3):
+    teacher(model(torch.zeros(8, 1024))).sum().backward()
+    optimizer.step()
+""")
+    assert found["memory"]["parameters"] == 6 << 20 and not found["memory"]["EMA copy"]
+
+
+def test_an_evaluation_before_the_first_step_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD.format(width=64) + """
+with torch.no_grad():
+    while True:
+        model(torch.zeros(8, 64))
+""")
+    done = python("utils", "plan", "--trace-timeout", "8", str(script))
+    assert done.returncode == 1 and "as in an evaluation before the first step" in done.stderr, done.stderr
+
+
+def test_warnings_about_fake_tensors_are_not_shown(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD.format(width=64) + """
+attention = torch.nn.TransformerEncoderLayer(64, 4, dropout=0.1)
+import copy
+for _ in range(3):
+    copy.deepcopy(attention)(model(torch.zeros(8, 64))).sum().backward()
+    optimizer.step()
+""")
+    done = python("utils", "plan", str(script))
+    assert done.returncode == 0 and "FakeTensor" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("gpu", "factor"), [("v100-16", 1), ("mi250x", 1), ("a100-80", 8)])
+def test_tf32_speeds_up_what_has_it(planned: Callable[..., dict[str, Any]], gpu: str, factor: float) -> None:
+    """Where the accelerator has none, float32 is computed, as torch does."""
+    script = """
+torch.set_float32_matmul_precision(sys.argv[1])
+for _ in range(3):
+    model(torch.zeros(8192, 8192)).sum().backward()
+    optimizer.step()
+"""
+    slow, fast = (planned(script, word, gpu=gpu, width=8192)["scaling"][0]["computation_seconds"]
+                  for word in ("highest", "high"))
+    assert slow / fast == pytest.approx(factor, rel=0.35)

@@ -63,7 +63,10 @@ def memory_advice(
     total = sum(memory.values())
     used = f"{bytes_text(total)} of the {bytes_text(capacity)} that are usable on {name}"
     if total <= capacity and not complete:
-        return Fit((f"Without activations, the training needs {used}. They may not fit.",))
+        rest = "They may not fit" if total > capacity / 2 else "Activations are not counted"
+        return Fit(
+            (f"Without activations, the training needs {used}. {rest}: give a script or --model.",)
+        )
     if total <= capacity:
         free = None if largest is None or batch is None else max(1.0, largest / batch)
         return Fit((f"The training fits: {used}.",), free=free)

@@ -77,7 +77,8 @@ FORMS: dict[str, Callable[..., Any]] = {
 @contextmanager
 def forms_of_gpu() -> Iterator[None]:
     """Replace the operations of the CPU in the block by those of a GPU."""
-    library = torch.library.Library("aten", "IMPL")
+    make_library: Any = torch.library.Library
+    library = make_library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that operations are replaced

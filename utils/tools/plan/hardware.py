@@ -14,11 +14,14 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..submission.paths import JOBS
 from ..yaml_import import why_no_yaml
 from .figures import seconds_text
+
+if TYPE_CHECKING:
+    from .operations import TracedOperation
 
 TABLE = JOBS / "hardware.yaml"
 _DTYPES: tuple[str, ...] = ("float32", "tf32", "float16", "bfloat16")
@@ -111,25 +114,65 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Attainable:
+    """What training attains of the peaks of all accelerators, fitted to published measurements.
+
+    `python -m tests.published --fit` finds these numbers.
+    """
+
+    matmul_float32: float  # share of the peak
+    matmul_tensor: float  # of tensor cores, for wide matrices
+    matmul_width: float  # the width at which a matrix product attains half of its share
+    convolution_float32: float
+    convolution_tensor: float
+    convolution_width: float
+    bandwidth: float  # share of the memory bandwidth
+    bandwidth_16_bit: float  # the same for results of 16 bits, relative to it
+    layout: float  # bytes moved to bring an image into the layout of tensor cores / its own
+
+    def flops_share(self, kind: str, tensor_cores: bool, width: int) -> float:
+        """Return the share of the peak that an operation attains by its kind and width."""
+        if kind == "convolution":
+            share, half = self.convolution_tensor, self.convolution_width
+            return share * width / (width + half) if tensor_cores else self.convolution_float32
+        share, half = self.matmul_tensor, self.matmul_width
+        return share * width / (width + half) if tensor_cores else self.matmul_float32
+
+
+@dataclass(frozen=True)
 class Accelerator:
     """A device as PyTorch counts them."""
 
     name: str
     memory: float  # bytes that tensors may use: without context, workspaces and gaps
-    bandwidth: float  # attainable bytes per second of its memory
-    flops: dict[str, float]  # attainable per second, by data type
+    bandwidth: float  # peak, bytes per second
+    flops: dict[str, float]  # peak per second, by data type
+    attainable: Attainable
     source: str
     node: Node  # the usual one
 
-    def seconds(self, flops: float, moved_bytes: float, dtype: str) -> float:
+    def seconds(self, operation: TracedOperation) -> float:
         """Return the time of an operation: the limit is arithmetic, memory or the kernel."""
+        _, kind, flops, moved, dtype, width, channels_last = operation
+        if dtype == "tf32" and dtype not in self.flops:
+            dtype = "float32"
         if flops and dtype not in self.flops:
             raise PredictionError(
                 f"jobs/hardware.yaml has no peak of {self.name} for {dtype}. Expected one of "
                 f"{', '.join(self.flops)}. Choose another precision, or give --compute-seconds."
             )
-        arithmetic = flops / self.flops[dtype] if flops else 0.0
-        return max(arithmetic, moved_bytes / self.bandwidth, _SHORTEST_KERNEL_SECONDS)
+        shares, tensor_cores = self.attainable, dtype != "float32"
+        arithmetic = 0.0
+        if flops:
+            share = shares.flops_share(kind, tensor_cores, max(1, width))
+            arithmetic = flops / (self.flops[dtype] * share)
+        bandwidth = self.bandwidth * shares.bandwidth
+        if dtype in ("float16", "bfloat16"):
+            bandwidth *= shares.bandwidth_16_bit
+        traffic = float(moved)
+        if kind == "convolution" and tensor_cores and not channels_last:
+            traffic *= 1 + shares.layout
+        return max(arithmetic, traffic / bandwidth, _SHORTEST_KERNEL_SECONDS)
 
 
 class Hardware:
@@ -144,14 +187,21 @@ class Hardware:
         self._table: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
 
     def accelerator(self, name: str) -> Accelerator:
-        entry, shares = self._entry("accelerators", name), self._table["attainable"]
+        entry = self._entry("accelerators", name)
         flops: dict[str, float] = {
-            dtype: entry[dtype] * 1e12 * shares["flops"] for dtype in _DTYPES if dtype in entry
+            dtype: entry[dtype] * 1e12 for dtype in _DTYPES if dtype in entry
         }
-        bandwidth = entry["bandwidth"] * 1e9 * shares["memory_bandwidth"]
-        memory = (entry["memory"] * shares["memory"] - sum(self._table["process"].values())) * 1e9
+        free = entry["memory"] * self._table["memory"] - sum(self._table["process"].values())
         node = Node(name, entry["node"], entry["inside"], entry["between"])
-        return Accelerator(name, memory, bandwidth, flops, self._source(entry), node)
+        return Accelerator(
+            name,
+            free * 1e9,
+            entry["bandwidth"] * 1e9,
+            flops,
+            Attainable(**self._table["attainable"]),
+            self._source(entry),
+            node,
+        )
 
     def peak_flops(self, device: str) -> float:
         """Return the 16-bit peak of a device that torch names so; 0 for an unknown one.
@@ -170,7 +220,7 @@ class Hardware:
         """Return what the usable memory of a GPU excludes."""
         process = self._table["process"].items()
         return (
-            f"Usable on {gpu.name}: {self._table['attainable']['memory']:.0%} of its memory (the "
+            f"Usable on {gpu.name}: {self._table['memory']:.0%} of its memory (the "
             "rest is fragmentation), minus the memory that no tensor uses, in GB: "
             f"{', '.join(f'{name} {size}' for name, size in process)} (jobs/hardware.yaml)."
         )
@@ -183,9 +233,12 @@ class Hardware:
             f"{seconds_text(seconds * growth)} from {name}"
             for name, seconds in start["shared"].items()
         )
+        known = f"measured on {start['nodes']} nodes"
+        if nodes > start["nodes"]:
+            known = f"extrapolated from {start['nodes']} nodes"
         return (
-            f"To import their packages, the ranks on {nodes} nodes need about {shared}, or "
-            f"{seconds_text(start['copy'])} from a copy on each node: `ddpkit launch --stage`, "
+            f"To import their packages, the ranks on {nodes} nodes need about {shared} ({known}), "
+            f"or {seconds_text(start['copy'])} from a copy on each node: `ddpkit launch --stage`, "
             f"which takes {seconds_text(start['copying'])} the first time (jobs/hardware.yaml)."
         )
 

@@ -29,7 +29,8 @@ _NORMALISATIONS = {
     "cudnn_batch_norm",
     "cudnn_batch_norm_backward",
 }
-# Data types in which tensor cores of all makers multiply; float32 becomes tf32 where permitted.
+# Each reads its input twice: for the statistics or sums, and then for the result.
+_TWO_PASSES = {"native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit"}
 _TF32 = "tf32"
 
 
@@ -68,6 +69,8 @@ def describe(
     moved: list[Tensor] = [*(outputs if packet in _LOOKUPS else inputs), *outputs]
     if not outputs and function._schema.is_mutable:
         moved += _written(function, args)
+    if name in _TWO_PASSES:
+        moved += [tensor for tensor in inputs if tensor.dim() > 1]
     kind, work = "pointwise", _Work(0.0, 0)
     if packet in (_aten.convolution, _aten.convolution_backward):
         kind, work = "convolution", _convolution(packet, args, output)
@@ -95,10 +98,9 @@ def describe(
 
 def tf32_is_permitted(kind: str) -> bool:
     """Return whether torch lets such an operation of float32 compute in TF32 at this moment."""
-    if kind == "convolution":
-        settings, old = getattr(torch.backends.cudnn, "conv", None), torch.backends.cudnn
-    else:
-        settings, old = torch.backends.cuda.matmul, torch.backends.cuda.matmul
+    matmul: Any = torch.backends.cuda.matmul
+    old: Any = torch.backends.cudnn if kind == "convolution" else matmul
+    settings = getattr(torch.backends.cudnn, "conv", None) if kind == "convolution" else matmul
     # The attribute of torch 2.9 and later; the older one fails where a script mixes both.
     precision = getattr(settings, "fp32_precision", None)
     return bool(old.allow_tf32) if precision is None else precision == _TF32

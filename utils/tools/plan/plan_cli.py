@@ -96,7 +96,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     what = parser.add_argument_group("what is trained (one of three)")
     what.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
     what.add_argument("--model", metavar="MODULE:FUNCTION", help="a factory function")
-    what.add_argument("--parameters", type=float, metavar="N", help="number of parameters")
+    what.add_argument(
+        "--parameters", type=_count, metavar="N", help="number of parameters: 7e9, 7B or 124M"
+    )
     what.add_argument(
         "--trace-timeout",
         type=float,
@@ -151,7 +153,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     for name in ("precision", "optimizer", "accumulate"):
         if args.script and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is for --model and --parameters: a script itself decides that")
-    counts = ("parameters", "batch", "accumulate", "gpus", "nodes", "gpus_per_node")
+    counts = ("batch", "accumulate", "gpus", "nodes", "gpus_per_node")
     for name in counts:
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -159,6 +161,19 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if not 0 <= args.spread < 1:
         parser.error(f"--spread is {args.spread}; expected a number from 0 to below 1")
     return args
+
+
+def _count(text: str) -> float:
+    """Read a number with a suffix that papers use: 124M, 7B, 1.5T."""
+    factors = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+    number, factor = text.strip(), factors.get(text.strip()[-1:].lower(), 1.0)
+    try:
+        count = float(number[:-1] if factor > 1 else number) * factor
+    except ValueError:
+        count = math.nan
+    if not 0 < count < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: 7e9, 7B or 124M")
+    return count
 
 
 def make_plan(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -74,6 +74,7 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
 
     def run(tracer: StepTracer) -> None:
         output.truncate(output.seek(0))
+        tracers[:] = [tracer]
         before = set(sys.modules)
         try:
             _run(path, arguments, variables, tracer, output)
@@ -83,7 +84,17 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
                 if os.path.dirname(file) == folder:
                     del sys.modules[name]
 
-    with _time_limit(path, timeout), script_modules(folder), _output_to_stderr(), _tf32_reset():
+    tracers: list[StepTracer] = []
+
+    def evaluates() -> bool:
+        return any(tracer.without_gradients > tracer.with_gradients for tracer in tracers)
+
+    with (
+        _time_limit(path, timeout, evaluates),
+        script_modules(folder),
+        _output_to_stderr(),
+        _tf32_reset(),
+    ):
         try:
             try:
                 trace = trace_steps(run)
@@ -158,8 +169,10 @@ def _output_to_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _time_limit(path: str, seconds: float) -> Iterator[None]:
+def _time_limit(path: str, seconds: float, evaluates: Callable[[], bool]) -> Iterator[None]:
     """End this process after so many seconds, with an error.
+
+    evaluates: returns whether most operations so far were without gradients.
 
     By a thread: a signal handler waits for the end of an operation, and an exception in it would
     end the process by SIGABRT where C++ has called the Python code that it interrupts.
@@ -168,9 +181,19 @@ def _time_limit(path: str, seconds: float) -> Iterator[None]:
     def stop() -> None:
         text = (
             f"ddpkit plan: error: {path} has not reached its second optimizer step within "
-            f"{seconds:.0f} s. Expected steps of a torch.optim optimizer. If the script only takes "
-            "long to load its data, raise --trace-timeout; otherwise use --model or --parameters.\n"
+            f"{seconds:.0f} s. Expected steps of a torch.optim optimizer. "
         )
+        if evaluates():
+            text += (
+                "Most of its operations were without gradients, as in an evaluation before the "
+                "first step: give the script an option that evaluates less or later, or raise "
+                "--trace-timeout.\n"
+            )
+        else:
+            text += (
+                "If the script only takes long to load its data, raise --trace-timeout; otherwise "
+                "use --model or --parameters.\n"
+            )
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
         process.end(1)
@@ -236,7 +259,17 @@ class _Patches:
         ) -> Any:
             if data is not None and not is_fake(data):
                 data = self._mode.from_tensor(data.detach())
-            return new_parameter(cls, data, requires_grad)
+            parameter = new_parameter(cls, data, requires_grad)
+            tracer.made(parameter)
+            return parameter
+
+        copy_tensor: Any = torch.Tensor.__deepcopy__
+
+        def copy_parameter(tensor: torch.Tensor, memo: Any) -> Any:
+            copied = copy_tensor(tensor, memo)
+            if is_fake(tensor) and isinstance(tensor, nn.Parameter):
+                tracer.made(copied)
+            return copied
 
         def initializer(original: Callable[..., Any]) -> Callable[..., Any]:
             def initialize(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -289,6 +322,7 @@ class _Patches:
             (DistributedDataParallel, "no_sync", lambda ddp: self._no_sync(ddp)),
             (DistributedDataParallel, "join", lambda ddp, *a, **k: contextlib.nullcontext()),
             (DistributedDataParallel, "register_comm_hook", self._ignore_hook()),
+            (torch.Tensor, "__deepcopy__", copy_parameter),
             (nn.Module, "to", move_module),
             (fsdp, "fully_shard", fully_shard),
             (torch.optim.Optimizer, "__init__", make_optimizer),

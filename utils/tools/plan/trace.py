@@ -39,6 +39,7 @@ CATEGORIES = (
     "buffers",
     "gradients",
     "optimizer",
+    "EMA copy",  # parameters of the same shapes as the model, which no optimizer updates
     "inputs",
     "activations",  # made in the forward pass
     "temporary",  # made in the backward pass and by the optimizer
@@ -121,6 +122,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._was_smaller = False
         # Parameters of DDP, which has buckets for all of them.
         self.exchanged: list[nn.Parameter] = []
+        self.without_gradients = self.with_gradients = 0  # operations of forward passes
+        self._made: dict[int, weakref.ref[Tensor]] = {}  # parameters, by id()
         self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
         self._live = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
@@ -173,6 +176,22 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.requires_grad:
                 add_hook: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(add_hook(self._gradient_ready))
+
+    def made(self, parameter: Tensor) -> None:
+        """Learn of a parameter, also of one that no optimizer updates."""
+        self._made[id(parameter)] = weakref.ref(parameter)
+
+    def _count_copies(self) -> None:
+        known = {id(parameter) for parameter in self._parameters}
+        shapes = Counter(parameter.shape for parameter in self._parameters)
+        others = [
+            parameter
+            for key, reference in self._made.items()
+            if key not in known and (parameter := reference()) is not None
+        ]
+        is_copy = not Counter(parameter.shape for parameter in others) - shapes
+        for parameter in others:
+            self._count(parameter, "EMA copy" if is_copy else "parameters")
 
     @property
     def is_finished(self) -> bool:
@@ -285,6 +304,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._in_optimizer = False
         for value in _strided(list(optimizer.state.values())):
             self._count(value, "optimizer")
+        self._count_copies()
         self._stepped.add(optimizer)
         if any(other not in self._stepped for other in self._optimizers):
             return
@@ -318,6 +338,10 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs, outputs = list(_strided((args, kwargs))), list(_strided(output))
         if not any(map(is_fake, inputs)) and not any(map(is_fake, outputs)):
             return output  # loading of data, for example
+        if torch.is_grad_enabled():
+            self.with_gradients += 1
+        else:
+            self.without_gradients += 1
         for tensor in inputs:
             if tensor.untyped_storage() not in self._storages:
                 self._count(tensor, "inputs")

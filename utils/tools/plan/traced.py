@@ -40,7 +40,7 @@ def computation(trace: Trace, gpu: Accelerator, launch_seconds: float = 0.0) -> 
     launch_seconds: what the CPU needs to start an operation. A step whose operations take longer to
     start than to compute is bound by it: max(sum of the operations, their number * launch_seconds).
     """
-    seconds = [gpu.seconds(op.flops, op.moved_bytes, op.dtype) for op in trace.operations]
+    seconds = [gpu.seconds(operation) for operation in trace.operations]
     computed, started = sum(seconds), launch_seconds * len(seconds)
     if started > computed:
         seconds = [launch_seconds] * len(seconds)
