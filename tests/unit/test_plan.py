@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 from utils.tools.plan import advice
 from utils.tools.plan import plan_cli as cli
-from utils.tools.plan.figures import percentages, with_unit
+from utils.tools.plan.figures import percentages, seconds_range, with_unit
 from utils.tools.plan.hardware import Hardware, Link, Network, sent_bytes
 from utils.tools.plan.step_model import (
     BUCKET,
+    DDP_SECONDS,
     FIRST_BUCKET,
+    LOSS,
     MIB,
     Computation,
     Gradient,
@@ -87,7 +90,7 @@ def test_seven_billion_parameters_collapse_beyond_32_gpus(plan: Plan, tmp_path: 
     links = links_file(tmp_path / "links.json", None, (100e9, 40e-6))
     found = plan(f"{SEVEN_BILLION} --gpus 256 --gpus-per-node 4 --compute-seconds 0.5 --ring "
                  f"--links {links} --inside nvlink3")
-    assert found["holds_up_to"] == {"0.8": 16, "0.7": 32}
+    assert found["holds_up_to"] == {"0.8": 16, "0.7": 16}  # of the lower end
     efficiency = {gpus: row["efficiency"] for gpus, row in rows(found).items()}
     assert efficiency[16] > 0.8 and 0.7 < efficiency[32] < 0.8 and efficiency[64] < 0.56 and efficiency[128] < 0.4
 
@@ -151,7 +154,8 @@ def scaling_advice(fit: advice.Fit, compute: float = 0.07, gradient_bytes: int =
     return advice.scaling_advice(work, network, 16, gradient_bytes, fit)
 
 
-WAITS = r"On 16 GPUs the efficiency is {}: each GPU waits {} for communication, and computes for {}"
+WAITS = (r"On 16 GPUs the efficiency is {}: each GPU waits {} for communication and up to .* for slower GPUs, "
+         r"communication kernels and DDP itself, and computes for {}")
 SHARD = ("If these are not enough, FSDP2 or HSDP free memory for a larger micro-batch, which computes longer between "
          "exchanges. Each GPU then sends 1.5 times the bytes of DDP in a step.")
 
@@ -160,13 +164,13 @@ def test_scaling_advice_follows_from_what_fits() -> None:
     assert scaling_advice(advice.Fit(ddp=False)) == [
         "The scaling is that of DDP, which does not fit. FSDP2 sends 1.5 times its bytes."]
     smaller, = scaling_advice(advice.Fit(this_batch=False))
-    assert re.fullmatch(WAITS.format("3.%", ".* ms", "70 ms") + ", with the micro-batch that does not fit.", smaller)
+    assert re.fullmatch(WAITS.format("2.% to 3.%", ".* ms", "70 ms") + ", with the micro-batch that does not fit.", smaller)
     good, = scaling_advice(advice.Fit(), compute=2.0)
-    assert good == ("On 16 GPUs the efficiency is over 99%: each GPU waits less than 4% of the step, and computes for "
-                    "2 s. Stay with DDP.")
+    assert good == ("On 16 GPUs the efficiency is 95% to over 99%: each GPU waits up to 94 ms for slower GPUs, "
+                    "communication kernels and DDP itself, and computes for 2 s. Stay with DDP.")
     one, = advice.scaling_advice(even_workload(1e6, "fp32", 0.2), Network(Link(1e9, 0), Link(1e9, 0), 8), 1, 4,
                                  advice.Fit())
-    assert one == "On 1 GPU, a step takes 200 ms. Nothing is communicated."
+    assert one == "On 1 GPU, a step takes 200 ms, 190 to 210. Nothing is communicated."
 
 
 def test_gain_below_the_error_of_the_prediction_is_no_advice() -> None:
@@ -179,14 +183,14 @@ def test_gain_below_the_error_of_the_prediction_is_no_advice() -> None:
 
 def test_poor_scaling_names_a_larger_micro_batch_before_sharding() -> None:
     alone = scaling_advice(advice.Fit(free=1.5))
-    assert re.fullmatch(WAITS.format("3.%", ".* ms", "70 ms") + ". The target is 80%.", alone[0])
-    assert re.fullmatch(r"Accumulate (\d+) micro-steps under no_sync\(\): 8.%, if training converges with \1 times "
+    assert re.fullmatch(WAITS.format("2.% to 3.%", ".* ms", "70 ms") + ". The target is 80%.", alone[0])
+    assert re.fullmatch(r"Accumulate (\d+) micro-steps under no_sync\(\): 8.% to 8.%, if training converges with \1 times "
                         "the global batch.", alone[1])
-    assert re.fullmatch("A bf16 or fp16 communication hook halves the bytes: [567].%.", alone[2])
+    assert re.fullmatch("A bf16 or fp16 communication hook halves the bytes: 4.% to [567].%.", alone[2])
     assert alone[3] == SHARD and len(alone) == 4
 
     free = scaling_advice(advice.Fit(free=4.9))
-    assert re.fullmatch("Memory is free for 4 times the micro-batch: [89].%, if training converges with 4 times the "
+    assert re.fullmatch("Memory is free for 4 times the micro-batch: .* to [89].%, if training converges with 4 times the "
                         "global batch.", free[1])
     assert SHARD not in free and len(free) == 4
     unknown = scaling_advice(advice.Fit(), gradient_bytes=2)
@@ -208,8 +212,8 @@ def test_scaling_is_a_range_that_slower_gpus_lower(plan: Plan) -> None:
     options = "--parameters 1e6 --gpus 1024 --site perlmutter --compute-seconds 1"
     points = rows(plan(options))
     assert points[1]["low_efficiency"] == points[1]["efficiency"] == 1
-    assert 0.92 < points[1024]["low_efficiency"] < 0.95 < 0.99 < points[1024]["efficiency"]
-    assert rows(plan(options + " --spread 0"))[1024]["low_efficiency"] > 0.99
+    assert 0.90 < points[1024]["low_efficiency"] < 0.93 < 0.99 < points[1024]["efficiency"]
+    assert 0.96 < rows(plan(options + " --spread 0"))[1024]["low_efficiency"] < 0.98  # what published ones lose, too
     assert expected_maximum(2) == pytest.approx(0.564, abs=0.03)  # 1/sqrt(pi)
     assert expected_maximum(1000) == pytest.approx(3.241, abs=0.03)  # Harter, Biometrika 1961
 
@@ -217,7 +221,29 @@ def test_scaling_is_a_range_that_slower_gpus_lower(plan: Plan) -> None:
 def test_communication_takes_a_part_of_the_gpu_while_it_overlaps() -> None:
     network = Network(Link(10e9, 0.0), Link(10e9, 0.0), 8)
     step = even_workload(2.5e8, "fp32", 1.0, spread=0.0).step(network, 8)
-    assert step.delay == pytest.approx(20 / 132 * (step.communication - step.exposed)) and step.delay > 0.01
+    part = step.delay - LOSS * step.computation
+    assert part == pytest.approx(20 / 132 * (step.communication - step.exposed)) and part > 0.01
+
+
+def test_ddp_itself_costs_time_for_each_gradient_on_several_gpus() -> None:
+    """Published: 4 to 40 µs for each tensor, also where nothing is sent to another node."""
+    network = Network(Link(1e12, 0.0), Link(1e12, 0.0), 8)
+    gradients = tuple(Gradient(i * 1e-4, 1e3) for i in range(100))
+    work = workload(Computation(gradients, 0.01), spread=0.0)
+    alone, two = work.step(network, 1), work.step(network, 2)
+    assert alone.efficiency == alone.low_efficiency == 1
+    assert two.overhead == pytest.approx(100 * DDP_SECONDS[0])
+    assert two.delay >= LOSS * 0.01 + 100 * (DDP_SECONDS[1] - DDP_SECONDS[0])
+
+
+def test_an_efficiency_is_as_uncertain_as_the_computation() -> None:
+    network = Network(Link(1e9, 0.0), Link(1e9, 0.0), 8)
+    work = even_workload(1e8, "fp32", 0.5, spread=0.0)
+    known, predicted = work.step(network, 8), replace(work, error=1.5, predicted=True).step(network, 8)
+    assert predicted.total == known.total
+    assert predicted.low_efficiency < known.low_efficiency and predicted.efficiency > known.efficiency
+    low, high = predicted.seconds_range(1.5)
+    assert low == pytest.approx(predicted.total / 1.5) and high > 1.5 * predicted.total
 
 
 # --- the model
@@ -300,6 +326,14 @@ def test_text_says_what_is_assumed_and_what_is_missing(
     (125e3, "B", 2, "130 kB"), (124e6, "", 3, "124 M")])
 def test_numbers_have_few_digits_and_a_prefix(value: float, unit: str, digits: int, text: str) -> None:
     assert with_unit(value, unit, digits) == text
+
+
+@pytest.mark.parametrize(("value", "low", "high", "text"), [
+    (0.27, 0.23, 0.31, "270 ms, 230 to 310"), (0.95, 0.76, 1.234, "950 ms, 760 to 1200"),
+    (1.2, 0.93, 1.5, "1.2 s, 0.93 to 1.5"),
+    (12e-6, 9.5e-6, 15e-6, "12 µs, 9.5 to 15"), (1e-12, 1e-13, 1e-11, "0")])
+def test_a_time_is_printed_with_its_range(value: float, low: float, high: float, text: str) -> None:
+    assert seconds_range(value, low, high) == text
 
 
 @pytest.mark.parametrize(("low", "high", "text"), [

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.programs import python
 from utils.tools.plan import plan_cli as cli
-from utils.tools.plan.hardware import LAUNCH_SECONDS
+from utils.tools.plan.hardware import LAUNCH_SECONDS, Hardware
 
 Planned = Callable[..., dict[str, Any]]
 IMPORTS = """
@@ -230,7 +230,7 @@ def test_largest_batch_of_each_gpu_fits_and_one_more_does_not(planned: Planned, 
     assert largest["gpu"] == "a100-40" and not largest["unconfirmed"] and largest["samples"] > 100
     used, too_much = (sum(planned("--gpu", "a100-40", "--batch", str(batch), *source)["memory"].values())
                       for batch in (largest["samples"], largest["samples"] + 1))
-    assert used <= 36e9 - 30e6 < too_much
+    assert used <= Hardware().accelerator("a100-40").memory < too_much
 
 
 DATA = HEAD.replace("10, 10", "10, 100_000") + """

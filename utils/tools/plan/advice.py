@@ -9,11 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .figures import bytes_text, efficiency_text, gpus_text, percentages, seconds_text
+from .figures import (
+    bytes_text,
+    efficiency_text,
+    gpus_text,
+    percentages,
+    seconds_range,
+    seconds_text,
+)
 from .hardware import Network
 from .step_model import (
     COMMUNICATION_SHARE,
+    DDP_SECONDS,
     EXPECTED_MAXIMA,
+    LOSS,
+    MEASURED_ERROR,
     OPTIMIZER_STATES,
     PRECISIONS,
     Step,
@@ -25,7 +35,7 @@ GOOD, LEAST = 0.8, 0.7  # target efficiency; efficiency below which to shard
 STEP_ERROR, MEMORY_ERROR = 0.04, 0.01
 _PAGE = Path(__file__).with_name("page.html")
 _COLUMNS = ("GPUs", "step", "computation", "communication", "exposed", "sent", "efficiency")
-_SECONDS = _COLUMNS[1:5]
+_SECONDS = _COLUMNS[2:5]
 _FACTORS = (2, 4, 8, 16, 32)  # of the micro-batch, or of the micro-steps
 
 
@@ -128,7 +138,8 @@ def scaling_advice(
         return ["The scaling is that of DDP, which does not fit. FSDP2 sends 1.5 times its bytes."]
     step = work.step(network, gpus)
     if gpus == 1:
-        return [f"On 1 GPU, a step takes {seconds_text(step.total)}. Nothing is communicated."]
+        takes = seconds_range(step.total, *step.seconds_range(work.error))
+        return [f"On 1 GPU, a step takes {takes}. Nothing is communicated."]
     found = f"On {gpus} GPUs the efficiency is {_range(step)}: {_waits(step)}"
     if not fit.this_batch:
         return [f"{found}, with the micro-batch that does not fit."]
@@ -136,7 +147,10 @@ def scaling_advice(
         return [f"{found}. Stay with DDP."]
 
     def helps(changed: Step) -> bool:
-        return changed.low_efficiency > (1 + STEP_ERROR) * step.low_efficiency
+        # What may be wrong about the computation is wrong about both.
+        low, high = step.low_efficiency, step.efficiency
+        gains = (changed.low_efficiency - low, changed.efficiency - high)
+        return min(gains) > STEP_ERROR * low and (not work.predicted or max(gains) > high - low)
 
     texts = [f"{found}. The target is {GOOD:.0%}."]
     factors = [factor for factor in _FACTORS if fit.free and factor <= fit.free]
@@ -180,7 +194,7 @@ def _waits(step: Step) -> str:
         f"{limit}{seconds_text(seconds)} for {cause}"
         for limit, seconds, cause in (
             ("", step.exposed, "communication"),
-            ("up to ", step.delay, "slower GPUs and communication kernels"),
+            ("up to ", step.delay, "slower GPUs, communication kernels and DDP itself"),
         )
         if seconds > STEP_ERROR * step.computation
     ]
@@ -207,6 +221,7 @@ def table(plan: dict[str, Any]) -> list[list[str]]:
     return [
         [
             str(row["gpus"]),
+            seconds_range(*(row[f"{end}step_seconds"] for end in ("", "low_", "high_"))),
             *(seconds_text(row[f"{key}_seconds"]) for key in _SECONDS),
             bytes_text(row["sent_bytes"]),
             efficiency_text(row["low_efficiency"], row["efficiency"], row["gpus"]),
@@ -259,7 +274,9 @@ def as_text(plan: dict[str, Any]) -> str:
     if plan["scaling"]:
         lines += ["", "Scaling, each GPU with its own batch"]
         for cells in (list(_COLUMNS), *table(plan)):
-            lines.append("  " + "  ".join(f"{cell:>13}" for cell in cells[:-1]) + f"  {cells[-1]}")
+            widths = (6, 22, 13, 13, 13, 13, 0)
+            aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+            lines.append("  " + "  ".join(aligned))
         lines += [f"  {text}" for text in limits(plan)]
     if plan["advice"]:
         lines += ["", "Advice", *(f"  {text}" for text in plan["advice"])]
@@ -298,6 +315,12 @@ def page_data(
         "optimizer_states": OPTIMIZER_STATES,
         "expected_maxima": EXPECTED_MAXIMA,
         "communication_share": COMMUNICATION_SHARE,
+        "ddp_seconds": DDP_SECONDS,
+        "loss": LOSS,
+        "tensors": work.tensors,
+        "error": work.error,
+        "measured_error": MEASURED_ERROR,
+        "predicted": work.predicted,
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from decimal import ROUND_HALF_UP, Decimal
 
-MODEL_DIGITS = 2  # of what the model of a step predicts: its mean error is 4 %
+MODEL_DIGITS = 2  # of what the model of a step predicts
 EXACT_DIGITS = 3  # of what follows from shapes: memory, and bytes that are sent
 _SMALL = (("1", ""), ("1e-3", "m"), ("1e-6", "µ"), ("1e-9", "n"))
 _LARGE = (("1e12", "T"), ("1e9", "G"), ("1e6", "M"), ("1e3", "k"), ("1", ""))
@@ -16,15 +16,36 @@ _LARGE = (("1e12", "T"), ("1e9", "G"), ("1e6", "M"), ("1e3", "k"), ("1", ""))
 
 def with_unit(value: float, unit: str, digits: int) -> str:
     """Return "17 ms" or "2.96 GB", with so many significant digits; "0" below 1 ns or 1 B."""
+    rounded, (scale, prefix) = _rounded(value, digits), _scale(value, unit, digits)
+    return f"{_digits(rounded / scale)} {prefix}{unit}".rstrip() if scale else "0"
+
+
+def seconds_range(value: float, low: float, high: float) -> str:
+    """Return a predicted time and between which times it is: "270 ms, 230 to 310"."""
+    scale, _ = _scale(value, "s", MODEL_DIGITS)
+    if not scale:
+        return "0"
+    ends = (_digits(_rounded(end, MODEL_DIGITS) / scale) for end in (low, high))
+    return f"{seconds_text(value)}, {' to '.join(ends)}"
+
+
+def _rounded(value: float, digits: int) -> Decimal:
+    exact = Decimal(_without_rounding_errors(value))
+    return exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), ROUND_HALF_UP)
+
+
+def _scale(value: float, unit: str, digits: int) -> tuple[Decimal, str]:
+    """Return the largest unit in which a number is at least 1; (0, "") where it prints as 0."""
     scales = [(Decimal(scale), prefix) for scale, prefix in (_SMALL if unit == "s" else _LARGE)]
     if value < float(scales[-1][0]):
-        return "0"
-    exact = Decimal(_without_rounding_errors(value))
-    rounded = exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), ROUND_HALF_UP)
-    scale, prefix = next((entry for entry in scales if rounded >= entry[0]), scales[-1])
-    number = f"{rounded / scale:f}"
-    number = number.rstrip("0").rstrip(".") if "." in number else number
-    return f"{number} {prefix}{unit}".rstrip()
+        return Decimal(0), ""
+    rounded = _rounded(value, digits)
+    return next((entry for entry in scales if rounded >= entry[0]), scales[-1])
+
+
+def _digits(number: Decimal) -> str:
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _without_rounding_errors(value: float) -> float:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TABLE = JOBS / "hardware.yaml"
 _DTYPES: tuple[str, ...] = ("float32", "tf32", "float16", "bfloat16")
+_GIB = 2**30
+NARROW = 16  # channels of a group, below which a convolution does not use tensor cores
 _SHORTEST_KERNEL_SECONDS = 5e-6  # on the GPU; an assumption
 # That the CPU needs to start an operation of eager PyTorch, those of its views included. Measured:
 # example 03 with GPT-2's layers and 4 sequences of 1,024 tokens has 1,221 operations in a step,
@@ -124,19 +126,15 @@ class Attainable:
     matmul_tensor: float  # of tensor cores, for wide matrices
     matmul_width: float  # the width at which a matrix product attains half of its share
     convolution_float32: float
-    convolution_tensor: float
-    convolution_width: float
+    convolution_narrow: float  # of the peak in float32, with few channels in a group
     bandwidth: float  # share of the memory bandwidth
-    bandwidth_16_bit: float  # the same for results of 16 bits, relative to it
-    layout: float  # bytes moved to bring an image into the layout of tensor cores / its own
+    bandwidth_gddr: float  # the same, of cards with GDDR and a large cache
+    layout_float32: float  # bytes moved for the layout of tensor cores / those of the convolution
+    layout_16_bit: float
 
-    def flops_share(self, kind: str, tensor_cores: bool, width: int) -> float:
-        """Return the share of the peak that an operation attains by its kind and width."""
-        if kind == "convolution":
-            share, half = self.convolution_tensor, self.convolution_width
-            return share * width / (width + half) if tensor_cores else self.convolution_float32
-        share, half = self.matmul_tensor, self.matmul_width
-        return share * width / (width + half) if tensor_cores else self.matmul_float32
+    def matmul(self, width: int) -> float:
+        """Return the share of the peak of tensor cores."""
+        return self.matmul_tensor * width / (width + self.matmul_width)
 
 
 @dataclass(frozen=True)
@@ -147,6 +145,7 @@ class Accelerator:
     memory: float  # bytes that tensors may use: without context, workspaces and gaps
     bandwidth: float  # peak, bytes per second
     flops: dict[str, float]  # peak per second, by data type
+    gddr: bool
     attainable: Attainable
     source: str
     node: Node  # the usual one
@@ -161,18 +160,20 @@ class Accelerator:
                 f"jobs/hardware.yaml has no peak of {self.name} for {dtype}. Expected one of "
                 f"{', '.join(self.flops)}. Choose another precision, or give --compute-seconds."
             )
-        shares, tensor_cores = self.attainable, dtype != "float32"
-        arithmetic = 0.0
-        if flops:
-            share = shares.flops_share(kind, tensor_cores, max(1, width))
+        shares, is_convolution = self.attainable, kind == "convolution"
+        arithmetic, traffic = 0.0, float(moved)
+        if flops and is_convolution and width < NARROW:
+            arithmetic = flops / (self.flops["float32"] * shares.convolution_narrow)
+        elif flops and dtype == "float32":
+            share = shares.convolution_float32 if is_convolution else shares.matmul_float32
             arithmetic = flops / (self.flops[dtype] * share)
-        bandwidth = self.bandwidth * shares.bandwidth
-        if dtype in ("float16", "bfloat16"):
-            bandwidth *= shares.bandwidth_16_bit
-        traffic = float(moved)
-        if kind == "convolution" and tensor_cores and not channels_last:
-            traffic *= 1 + shares.layout
-        return max(arithmetic, traffic / bandwidth, _SHORTEST_KERNEL_SECONDS)
+        elif flops:
+            share = shares.matmul_tensor if is_convolution else shares.matmul(max(1, width))
+            arithmetic = flops / (self.flops[dtype] * share)
+        if is_convolution and dtype != "float32" and not channels_last:
+            traffic *= 1 + (shares.layout_float32 if dtype == "tf32" else shares.layout_16_bit)
+        share = shares.bandwidth_gddr if self.gddr else shares.bandwidth
+        return max(arithmetic, traffic / (self.bandwidth * share), _SHORTEST_KERNEL_SECONDS)
 
 
 class Hardware:
@@ -191,13 +192,15 @@ class Hardware:
         flops: dict[str, float] = {
             dtype: entry[dtype] * 1e12 for dtype in _DTYPES if dtype in entry
         }
-        free = entry["memory"] * self._table["memory"] - sum(self._table["process"].values())
+        free = entry["memory"] * _GIB * self._table["memory"]
+        free -= sum(self._table["process"].values()) * 1e9
         node = Node(name, entry["node"], entry["inside"], entry["between"])
         return Accelerator(
             name,
-            free * 1e9,
+            free,
             entry["bandwidth"] * 1e9,
             flops,
+            entry.get("gddr", False),
             Attainable(**self._table["attainable"]),
             self._source(entry),
             node,
@@ -220,8 +223,8 @@ class Hardware:
         """Return what the usable memory of a GPU excludes."""
         process = self._table["process"].items()
         return (
-            f"Usable on {gpu.name}: {self._table['memory']:.0%} of its memory (the "
-            "rest is fragmentation), minus the memory that no tensor uses, in GB: "
+            f"Usable on {gpu.name}: {self._table['memory']:.1%} of its memory (the "
+            "rest is the driver's, and fragmentation), minus the memory that no tensor uses, in GB: "
             f"{', '.join(f'{name} {size}' for name, size in process)} (jobs/hardware.yaml)."
         )
 

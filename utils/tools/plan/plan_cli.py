@@ -12,6 +12,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from .hardware import (
     read_links,
 )
 from .step_model import (
+    MEASURED_ERROR,
     OPTIMIZER_STATES,
     PRECISIONS,
     SPREAD,
@@ -230,8 +232,13 @@ def make_plan(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any] 
         if args.script and trace:  # which decides on the precision
             gradient_bytes = work.gradient_bytes / trace.num_parameters
         texts += advice.scaling_advice(work, network, gpus, gradient_bytes, fit)
-        if args.compute_seconds is None and gpu is not None:
+        if args.compute_seconds is None and gpu is not None and trace is not None:
             notes.append(_estimate_note(gpu, work, trace))
+        elif trace is not None:
+            notes.append(
+                "The computation is measured (--compute-seconds): the range of times is narrower, "
+                f"a factor of {MEASURED_ERROR}."
+            )
     plan = {
         "title": _title(args, name, gpus, network, links),
         "assumed": assumed,
@@ -271,19 +278,31 @@ def _title(
     )
 
 
-def _estimate_note(gpu: Accelerator, work: Workload, trace: Trace | None) -> str:
+def _estimate_note(gpu: Accelerator, work: Workload, trace: Trace) -> str:
     """Return how the time of a step is estimated, and what would be better."""
-    measure = "Measure it with ddpkit bench ddp, and give it as --compute-seconds."
-    busy = work.computation.busy
-    if trace is None or busy == 1:
-        return (
-            f"The computation is estimated as half of the peak of {gpu.name} ({gpu.source}). "
-            + measure
+    kind = traced.uncertainty(trace, gpu, LAUNCH_SECONDS)
+    measure = (
+        "A --compute-seconds that ddpkit bench ddp measured on one GPU narrows the range to a "
+        f"factor of {MEASURED_ERROR}."
+    )
+    wide = (
+        f"The computation is predicted from the peaks of {gpu.name} ({gpu.source}). Published "
+        f"speeds of steps with mostly {kind.kind} are within a factor of {kind.factor} of such "
+        "predictions in 9 of 10 cases (docs/performance.md); the range has it. "
+    )
+    if kind is traced.OTHER:
+        wide = (
+            f"The computation is predicted from the peaks of {gpu.name} ({gpu.source}). Its range "
+            f"is a factor of {kind.factor}, because no published speed is known of such a step. "
         )
+    busy = work.computation.busy
+    if busy == 1:
+        return wide + measure
     return (
         f"The CPU limits the step: it starts {len(trace.operations)} operations, each in "
         f"{seconds_text(LAUNCH_SECONDS)} (measured on one host with an H100), and the GPU computes "
         f"for {percent(busy)} of that time. A larger micro-batch or torch.compile uses the rest. "
+        + wide
         + measure
     )
 
@@ -432,7 +451,11 @@ def _workload(
     if args.compute_seconds is not None:
         shape = traced.scaled_to(shape, args.compute_seconds, trace.micro_steps)
     bucket_mb = bucket_mb or trace.ddp_options.get("bucket_cap_mb")
-    return workload(shape, bucket_mb, trace.micro_steps, args.spread)
+    work = workload(shape, bucket_mb, trace.micro_steps, args.spread)
+    if measured:
+        return work
+    error = traced.uncertainty(trace, accelerator, LAUNCH_SECONDS).factor
+    return replace(work, error=error, predicted=True)
 
 
 def _inputs(

@@ -25,6 +25,12 @@ EXPECTED_MAXIMA = [NormalDist().inv_cdf((2**i - 0.375) / (2**i + 0.25)) for i in
 # computation lacks them while it overlaps with communication.
 COMMUNICATION_SHARE = 20 / 132
 
+# What DDP itself costs for each gradient, seconds from and to, and what else the fastest published
+# trainings on several GPUs lose, as a share of the computation. Fitted (docs/performance.md).
+DDP_SECONDS = (4e-6, 40e-6)
+LOSS = 0.03
+MEASURED_ERROR = 1.04  # of a step whose computation is measured: the mean on shaped links
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -56,21 +62,31 @@ class Step:
     communication: float  # of all buckets
     exposed: float  # the part of it during which the GPU waits
     transfers: tuple[tuple[float, float, float], ...]  # begin, end and bytes of each bucket
-    delay: float = 0.0  # that slower GPUs and the communication kernels may add
+    overhead: float = 0.0  # of DDP itself
+    delay: float = 0.0  # that slower GPUs, the communication kernels and DDP may add
+    # Of the efficiency, where the time of the computation is predicted: it may be wrong.
+    ends: tuple[float, float] | None = None
 
     @property
     def total(self) -> float:
-        return self.computation + self.exposed
+        return self.computation + self.exposed + self.overhead
 
     @property
     def efficiency(self) -> float:
-        """The share of the step that is computation: the speed-up over one GPU, per GPU."""
-        return self.computation / self.total
+        """The share of the step that is computation: the speed-up over one GPU, per GPU.
+
+        It is the upper end of the prediction.
+        """
+        return self.ends[1] if self.ends else self.computation / self.total
 
     @property
     def low_efficiency(self) -> float:
         """The efficiency with the delay, the lower end of the prediction."""
-        return self.computation / (self.total + self.delay)
+        return self.ends[0] if self.ends else self.computation / (self.total + self.delay)
+
+    def seconds_range(self, error: float) -> tuple[float, float]:
+        """Return between which times the step is, if a computation may be wrong by this factor."""
+        return self.total / error, (self.total + self.delay) * error
 
 
 def fill_buckets(
@@ -168,13 +184,18 @@ SPREAD = 0.09 / expected_maximum(64_000)
 class Workload:
     """What one GPU computes in a step, and the buckets of gradients that it communicates.
 
-    spread: the standard deviation of the computation between GPUs, relative to its mean.
+    spread: the standard deviation of the computation between GPUs, relative to its mean. tensors:
+    the number of gradients, 0 where it is unknown. error: the factor by which the time of a step
+    may be wrong. predicted: the computation is not measured, so that the efficiency may be, too.
     """
 
     computation: Computation
     buckets: tuple[Gradient, ...]
     accumulate_steps: int = 1
     spread: float = SPREAD
+    tensors: int = 0
+    error: float = MEASURED_ERROR
+    predicted: bool = False
 
     @property
     def gradient_bytes(self) -> float:
@@ -231,15 +252,45 @@ class Workload:
         )
 
     def step(self, network: Network, gpus: int) -> Step:
+        step = self._step(network, gpus)
+        if gpus == 1 or not self.predicted:
+            return step
+        short, long = (self._timed(factor)._step(network, gpus) for factor in self._factors)
+        return replace(step, ends=(short.low_efficiency, long.efficiency))
+
+    @property
+    def _factors(self) -> tuple[float, float]:
+        return 1 / self.error, self.error
+
+    def _timed(self, factor: float) -> Workload:
+        """Return the workload with a computation that takes so many times as long."""
+
+        def later(gradients: Iterable[Gradient]) -> tuple[Gradient, ...]:
+            return tuple(Gradient(entry.ready * factor, entry.size) for entry in gradients)
+
+        old = self.computation
+        computation = replace(
+            old,
+            gradients=later(old.gradients),
+            backward_end=old.backward_end * factor,
+            optimizer=old.optimizer * factor,
+        )
+        return replace(self, computation=computation, buckets=later(self.buckets))
+
+    def _step(self, network: Network, gpus: int) -> Step:
         step = simulate(
             self.computation,
             self.buckets,
             lambda size: network.all_reduce_seconds(size, gpus),
         )
-        delay = self.spread * expected_maximum(gpus) * step.computation
+        if gpus == 1:
+            return step
+        least, most = DDP_SECONDS
+        delay = (self.spread * expected_maximum(gpus) + LOSS) * step.computation
+        delay += (most - least) * self.tensors
         if network.tree:  # NCCL computes on the GPU, gloo does not
             delay += COMMUNICATION_SHARE * (step.communication - step.exposed)
-        return replace(step, delay=delay)
+        return replace(step, overhead=least * self.tensors, delay=delay)
 
 
 def workload(
@@ -247,13 +298,19 @@ def workload(
     bucket_mb: float | None = None,
     accumulate_steps: int = 1,
     spread: float = SPREAD,
+    *,
+    traced: bool = True,
 ) -> Workload:
-    """Return a workload with DDP's buckets. bucket_mb: its bucket_cap_mb, None for the default."""
+    """Return a workload with DDP's buckets. bucket_mb: its bucket_cap_mb, None for the default.
+
+    traced: each gradient of the computation is one tensor.
+    """
     first, cap = FIRST_BUCKET, BUCKET
     if bucket_mb is not None:
         first = cap = int(bucket_mb * MIB)
     buckets = fill_buckets(computation.gradients, cap, first)
-    return Workload(computation, buckets, accumulate_steps, spread)
+    tensors = len(computation.gradients) if traced else 0
+    return Workload(computation, buckets, accumulate_steps, spread, tensors)
 
 
 def even_workload(
@@ -270,7 +327,7 @@ def even_workload(
     """
     size = parameters * PRECISIONS[precision].gradient
     computation = even_computation(size, compute_seconds, accumulate_steps)
-    return workload(computation, bucket_mb, accumulate_steps, spread)
+    return workload(computation, bucket_mb, accumulate_steps, spread, traced=False)
 
 
 def state_memory(parameters: float, precision: str, optimizer: str) -> dict[str, float]:
@@ -301,14 +358,19 @@ class PredictedPoint:
     gpus: int
     step: Step
     sent: float  # bytes that each GPU sends for a step
+    error: float  # the factor by which the time may be wrong
 
     def as_dict(self) -> dict[str, float]:
+        low, high = self.step.seconds_range(self.error)
         return {
             "gpus": self.gpus,
             "step_seconds": self.step.total,
+            "low_step_seconds": low,
+            "high_step_seconds": high,
             "computation_seconds": self.step.computation,
             "communication_seconds": self.step.communication,
             "exposed_seconds": self.step.exposed,
+            "ddp_seconds": self.step.overhead,
             "sent_bytes": self.sent,
             "efficiency": self.step.efficiency,
             "low_efficiency": self.step.low_efficiency,
@@ -318,7 +380,9 @@ class PredictedPoint:
 def scaling(work: Workload, network: Network, sizes: Sequence[int]) -> list[PredictedPoint]:
     """Predict the step on each number of GPUs, each with its own batch (weak scaling)."""
     return [
-        PredictedPoint(size, work.step(network, size), sent_bytes(work.gradient_bytes, size))
+        PredictedPoint(
+            size, work.step(network, size), sent_bytes(work.gradient_bytes, size), work.error
+        )
         for size in sizes
     ]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..script_modules import name_conflict, script_modules
-from .hardware import Accelerator, PredictionError, TooFewSteps
+from .hardware import NARROW, Accelerator, PredictionError, TooFewSteps
 from .step_model import Computation, Gradient
 
 if TYPE_CHECKING:
@@ -50,6 +51,39 @@ def computation(trace: Trace, gpu: Accelerator, launch_seconds: float = 0.0) -> 
     # What follows the last backward pass, such as clip_grad_norm_(), needs the reduced gradients.
     last = max(i for i, op in enumerate(trace.operations) if op.phase == "backward")
     return Computation(gradients, ends[last + 1], ends[-1] - ends[last + 1], busy)
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """By what factor the time of a step may be wrong, and the kind of steps for which it is so."""
+
+    kind: str
+    factor: float
+
+
+# The factors within which 9 of 10 published speeds of the kind are: `python -m tests.published`.
+CONVOLUTIONS = Uncertainty("convolutions", 1.3)
+MATRICES = Uncertainty("matrix products", 1.25)
+GROUPS = Uncertainty("convolutions with few channels in a group", 1.4)
+SHORT = Uncertainty("operations too short to fill a GPU", 1.8)
+OTHER = Uncertainty("operations for which no published speed is known", 2.0)
+
+
+def uncertainty(trace: Trace, gpu: Accelerator, launch_seconds: float) -> Uncertainty:
+    """Return how wrong the predicted time may be: that of the least certain part which matters."""
+    times: dict[str, float] = defaultdict(float)
+    for operation in trace.operations:
+        narrow = operation.kind == "convolution" and operation.width < NARROW
+        times["narrow" if narrow else operation.kind] += gpu.seconds(operation)
+    total = sum(times.values())
+    if launch_seconds * len(trace.operations) > total / 2:
+        return SHORT
+    if times["narrow"] > 0.1 * total:
+        return GROUPS
+    products = times["matmul"] + times["attention"] + times["convolution"]
+    if products < 0.15 * total:
+        return OTHER
+    return CONVOLUTIONS if times["convolution"] > products / 2 else MATRICES
 
 
 def scaled_to(computation: Computation, micro_step: float, accumulate_steps: int) -> Computation:
