@@ -94,6 +94,10 @@ def draw(found: Sequence[Comparison], path: Path) -> None:
     figure.savefig(path, metadata={"Software": None})
 
 
+def outside(found: Comparison | Scaled) -> str:
+    return "" if found.inside else ", outside its range"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option in ("--write", "--fit", "--trace"):
@@ -110,14 +114,14 @@ def main() -> None:
         print(name)
         for one in members:
             print(f"  {one.row.id:<42} published {one.row.seconds * 1e3:9.1f} ms, "
-                  f"predicted {one.predicted * 1e3:9.1f} ms, ratio {one.ratio:.2f}{'' if one.inside else ', outside its range'}")
+                  f"predicted {one.predicted * 1e3:9.1f} ms, ratio {one.ratio:.2f}{outside(one)}")
     print("efficiency")
     for point in scaled:
         print(f"  {point.row.id:<42} published {point.efficiency:.3f}, predicted {point.step.low_efficiency:.3f} to "
-              f"{point.step.efficiency:.3f}{'' if point.inside else ', outside its range'}")
+              f"{point.step.efficiency:.3f}{outside(point)}")
     print(text_of_documentation(found, scaled).rsplit("\n", 2)[0])
-    print(f"{len(measurements()) - len(found) - len(scaled)} rows with a program are compiled, uncertain, or have no row "
-          "on one GPU")
+    others = len(measurements()) - len(found) - len(scaled)
+    print(f"{others} rows with a program are compiled, uncertain, or have no row on one GPU")
     if args.write:
         write(found, scaled)
 

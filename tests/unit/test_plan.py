@@ -164,7 +164,8 @@ def test_scaling_advice_follows_from_what_fits() -> None:
     assert scaling_advice(advice.Fit(ddp=False)) == [
         "The scaling is that of DDP, which does not fit. FSDP2 sends 1.5 times its bytes."]
     smaller, = scaling_advice(advice.Fit(this_batch=False))
-    assert re.fullmatch(WAITS.format("2.% to 3.%", ".* ms", "70 ms") + ", with the micro-batch that does not fit.", smaller)
+    assert re.fullmatch(WAITS.format("2.% to 3.%", ".* ms", "70 ms") + ", with the micro-batch that does not fit.",
+                        smaller)
     good, = scaling_advice(advice.Fit(), compute=2.0)
     assert good == ("On 16 GPUs the efficiency is 95% to over 99%: each GPU waits up to 94 ms for slower GPUs, "
                     "communication kernels and DDP itself, and computes for 2 s. Stay with DDP.")
@@ -184,14 +185,14 @@ def test_gain_below_the_error_of_the_prediction_is_no_advice() -> None:
 def test_poor_scaling_names_a_larger_micro_batch_before_sharding() -> None:
     alone = scaling_advice(advice.Fit(free=1.5))
     assert re.fullmatch(WAITS.format("2.% to 3.%", ".* ms", "70 ms") + ". The target is 80%.", alone[0])
-    assert re.fullmatch(r"Accumulate (\d+) micro-steps under no_sync\(\): 8.% to 8.%, if training converges with \1 times "
-                        "the global batch.", alone[1])
+    assert re.fullmatch(r"Accumulate (\d+) micro-steps under no_sync\(\): 8.% to 8.%, if training converges with \1 "
+                        "times the global batch.", alone[1])
     assert re.fullmatch("A bf16 or fp16 communication hook halves the bytes: 4.% to [567].%.", alone[2])
     assert alone[3] == SHARD and len(alone) == 4
 
     free = scaling_advice(advice.Fit(free=4.9))
-    assert re.fullmatch("Memory is free for 4 times the micro-batch: .* to [89].%, if training converges with 4 times the "
-                        "global batch.", free[1])
+    assert re.fullmatch("Memory is free for 4 times the micro-batch: .* to [89].%, if training converges with 4 times "
+                        "the global batch.", free[1])
     assert SHARD not in free and len(free) == 4
     unknown = scaling_advice(advice.Fit(), gradient_bytes=2)
     assert unknown[2] == "Where memory is free, a larger micro-batch has the same effect." and SHARD not in unknown

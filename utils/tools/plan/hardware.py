@@ -224,7 +224,7 @@ class Hardware:
         process = self._table["process"].items()
         return (
             f"Usable on {gpu.name}: {self._table['memory']:.1%} of its memory (the "
-            "rest is the driver's, and fragmentation), minus the memory that no tensor uses, in GB: "
+            "rest is the driver's, and fragmentation), minus what no tensor uses, in GB: "
             f"{', '.join(f'{name} {size}' for name, size in process)} (jobs/hardware.yaml)."
         )
 
