@@ -20,7 +20,7 @@ from tests.docs.pages import ROOT
 from utils.tools.main import COMMANDS, main
 
 # Subcommands that share an entry share a list.
-LISTS = (["launch"], ["submit run"],
+LISTS = (["launch"], ["watch"], ["submit run"],
          [f"submit {name}" for name in ("status", "list", "logs", "stop", "cancel")],
          ["submit doctor"], ["doctor"], ["doctor logs"], ["plan"], ["bench ddp"], ["bench collectives"], ["sites"],
          ["checkpoints"], ["plot"])

@@ -37,6 +37,8 @@ def commands_of(page: Path) -> Iterator[list[str]]:
     for command in re.findall(rf"(?=(?:\bddpkit\s|\bscripts/)((?:{names})\b[^`\n]*))", text):
         words = re.sub(r"^(\w+)\.py", r"\1", command).split()
         ends = (index for index, word in enumerate(words) if re.search(r"\.py$|^(#|\.\.\.|\|\|)", word))
+        if words[0] == "watch":  # the command of another launcher follows
+            ends = (index for index, word in enumerate(words) if index and not word.startswith("-"))
         yield words[:next(ends, len(words))]
 
 
