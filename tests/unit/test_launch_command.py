@@ -192,7 +192,8 @@ os.environ["A"] = "1"
      "has it"),
     (TOP + "from beside import value\nfrom no_such import x\n", "no rank can run x.py: ModuleNotFoundError: .*"),
     # What the imports would find is not known, or something else has ended the ranks.
-    (TOP + "import sys\nsys.path.append('lib')\nimport no_such\n", r"(ddpkit launch: )?rank . on \S+ failed: ModuleNotFoundError: .*"),
+    (TOP + "import sys\nsys.path.append('lib')\nimport no_such\n",
+     r"(ddpkit launch: )?rank . on \S+ failed: ModuleNotFoundError: .*"),
     (TOP + "try:\n    import no_such\nexcept ImportError:\n    raise SystemExit(3)\n", "each of ranks .*"),
     (TOP + "os._exit(4)\nimport no_such\n", "each of ranks 0-1 on .* ended with exit status 4")])
 def test_module_that_no_rank_can_import_is_the_last_line(script: str, closing: str, folder: Path) -> None:

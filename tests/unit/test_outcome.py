@@ -25,6 +25,7 @@ def found(**fields: Any) -> Outcome:
 RAISED = Failure("rank 1 on n2 failed: ValueError: bad batch 17", "exception", 1, "n2")
 KILLED = Failure("rank 1 on n2 ended without a report. It was killed", "killed", 1, "n2")
 GPU = Failure("rank 1 on n2 failed: RuntimeError: CUDA error: uncorrectable ECC error", "exception", 1, "n2")
+LEFT = Failure("rank 1 on n2 ended its program after 5 collectives", "uneven", 1, "n2")
 LOST_AGENT = Loss("n2", "the connection to n2 was lost: the agent there has failed", 5.0)
 CUT = Loss("n2", "the connection to n2 was lost: the host or its network has failed", 5.0)
 ENDED = Failure("all ranks have ended, but srun has not", "launch")
@@ -40,6 +41,12 @@ ROWS: dict[str, Row] = {
     "no end is known": ({"launcher": "mpiexec", "launcher_status": 0}, 1, "launch", None, None, ()),
     "ended well, but by the launch": (
         {"ends": ends((0, 0, 1), (1, 0, 9, True)), "problem": ENDED, "problem_at": 8.0}, 1, "launch", None, None, ()),
+    "two hosts at once": ({"expected": 3, "ends": ends((1, SIGKILL, 1), (2, SIGKILL, 1.05), (0, 1, 1.1))}, SIGKILL,
+                          "status", 1, "n2", ("n2",)),
+    "two segmentation faults at once": ({"ends": ends((0, SIGSEGV, 1), (1, SIGSEGV, 1.1))}, SIGSEGV, "status",
+                                        None, None, ()),
+    "left by sys.exit(1)": ({"ends": ends((1, 1, 1), (0, 1, 2)), "reported": LEFT, "reported_at": 1.2}, 1, "status", 1,
+                            "n2", ()),
     "exit status": ({"ends": ends((1, 3, 1), (0, 1, 2))}, 3, "status", 1, "n2", ()),
     "killed": ({"ends": ends((1, SIGKILL, 1), (0, 1, 2))}, SIGKILL, "status", 1, "n2", ("n2",)),
     "bus error": ({"ends": ends((1, SIGBUS, 1))}, SIGBUS, "status", 1, "n2", ("n2",)),

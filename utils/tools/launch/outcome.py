@@ -265,7 +265,9 @@ def _reported(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
     end = next((end for end in ends if end.rank is not None and end.rank == rank), None)
     if end is not None and end.status is not None:
         host, status = host or end.host, end.status or status
-        if kind == "killed" and end.status != 128 + signal.SIGABRT:
+        if kind == "uneven" and end.status:  # it has left because it failed: sys.exit(1), perhaps
+            text, kind = f"rank {rank} on {host} {describe_status(end.status)}", "status"
+        elif kind == "killed" and end.status != 128 + signal.SIGABRT:
             text, kind = _describe_end(rank or 0, host, end.status)
         elif end.status > 1:  # 1 is the status of every exception
             text += f". Rank {rank} {describe_status(end.status)}"
@@ -312,12 +314,13 @@ def _without_end(evidence: Evidence) -> list[str]:
 def _of_ends(failed: list[RankEnd], ends: Sequence[RankEnd], evidence: Evidence) -> Outcome:
     """Return the failure of the rank that failed first, as far as its end shows that."""
     first = _first_of(failed)
-    left = [end for end in ends if end.status == 0 and end.at <= failed[0].at]
-    if first is None and len({(end.status, end.host) for end in failed}) == 1:
+    is_one_host = len({(end.status, end.host) for end in failed}) == 1 < len(failed)
+    if is_one_host and failed[-1].at - failed[0].at < _SAME_MOMENT_SECONDS:
         host, ranks = failed[0].host, [end.rank for end in failed if end.rank is not None]
         who = f"each of {name_ranks(ranks)}" + (f" on {host}" if host else "")
         status = failed[0].status or 1
         return Outcome(status, "status", f"{who} {describe_status(status)}", None, host)
+    left = [end for end in ends if end.status == 0 and end.at <= failed[0].at]
     if first is None:
         text = (
             f"{failed[0].who} {describe_status(failed[0].status or 1)}. "
@@ -347,7 +350,8 @@ def _first_of(failed: list[RankEnd]) -> RankEnd | None:
     by_signal = [
         end for end in candidates if (end.status or 0) > 128 and end.status not in _CONSEQUENCES
     ]
-    if len(by_signal) == 1:
+    killed = [end for end in by_signal if end.status in _OF_HOST]  # by nothing that another did
+    if len(by_signal) == 1 or killed and killed == by_signal:
         return by_signal[0]
     first, *more = candidates
     if not more or more[0].at - first.at >= _SAME_MOMENT_SECONDS:
@@ -366,6 +370,8 @@ def _with_suspects(outcome: Outcome, evidence: Evidence) -> Outcome:
         return outcome._replace(suspects=(outcome.host,), certain=True)
     by_itself = [end for end in evidence.ends if end.rank == outcome.rank and not end.by_launch]
     end = by_itself[0].status if by_itself and outcome.rank is not None else None
+    if outcome.rank is None and outcome.kind == "status":  # each rank of a host, in one moment
+        end = outcome.status
     is_unexplained = outcome.kind == "hang" or outcome.kind == "killed" and end is None
     if is_unexplained or outcome.kind in ("killed", "status") and end in _OF_HOST:
         if evidence.out_of_memory is None:  # the job's own limit
