@@ -18,7 +18,7 @@ VARIABLE = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.p
 ROLE = "notice"
 _SECONDS = 5.0  # for the connection, and until launch.py has the notice
 _LONGEST_CAUSE = 2000
-FAILURE_FILE = "DDPKIT_FAILURE_FILE"  # where such lines go instead of standard error
+FAILURE_FILE = "DDPKIT_FAILURE_FILE"  # where a line about what failed first goes, for programs
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: all have saved, another job is to continue
 FAILURE = "ddpkit-failure "  # the beginning of the line about what failed first; JSON follows
 
@@ -39,13 +39,16 @@ class Failure(NamedTuple):
     is_over: bool = False
 
     def write(self, environ: Mapping[str, str] = os.environ, **more: object) -> None:
-        """Write the line that programs read, such as `ddpkit doctor logs`.
+        """Append the line that programs read to the file that FAILURE_FILE names, if it does.
 
         more: fields besides kind, rank, host and cause: of a failure after which the ranks were
         started again, "restart", its number, and "without", the hosts that are left out.
-        It goes to the file that FAILURE_FILE names; without one to standard error, but not where a
-        person reads that in a terminal.
+        It goes to standard error only where the file cannot be written: what people read has the
+        same in one sentence, which `ddpkit doctor logs` reads as well.
         """
+        path = environ.get(FAILURE_FILE)
+        if not path:
+            return
         fields: dict[str, object] = {
             "kind": self.kind,
             "rank": self.rank,
@@ -54,14 +57,12 @@ class Failure(NamedTuple):
         }
         fields |= more
         line = f"{FAILURE}{json.dumps(fields)}\n"
-        if path := environ.get(FAILURE_FILE):
-            with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
-                file.write(line)
-                return
+        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
+            file.write(line)
+            return
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error
-            if not sys.stderr.isatty():
-                sys.stderr.write(line)
-                sys.stderr.flush()
+            sys.stderr.write(line)
+            sys.stderr.flush()
 
 
 _NONE = Failure("", "")

@@ -273,7 +273,8 @@ class HangLab:
         for rank in range(RANKS):
             host = self.hosts.hosts[rank // 2]
             env = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(port)}
+                   "MASTER_ADDR": self.hosts.address["h1"], "MASTER_PORT": str(port),
+                   "DDPKIT_FAILURE_FILE": str(folder / "output-failures")}
             pipe = self._server.stdin
             assert pipe
             task = {"kind": kind, "limit": limit, "folder": str(folder), "env": env, "lost_seconds": lost_seconds,

@@ -276,8 +276,10 @@ MESSAGES = {  # what a rank raises or logs, or launch.py prints: the message, it
     pytest.param(kind, *row, id=f"{kind}: {str(row[0])[:40]}") for kind, rows in MESSAGES.items() for row in rows])
 def test_message_of_the_kit_is_understood(
         kind: str, text: Any, cause: str, rank: int | None, host: str | None, with_json: bool,
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """From the line for programs, or from what people read alone."""
+    if with_json:
+        monkeypatch.setenv("DDPKIT_FAILURE_FILE", str(tmp_path / "failure"))
     monkeypatch.setattr(socket, "gethostname", lambda: "n2")
     if kind == "raised":
         error = type(text)(*text.args)
@@ -295,8 +297,9 @@ def test_message_of_the_kit_is_understood(
         setup_logging(3, 8)
         get_logger("test").error("%s", text)
     output = capsys.readouterr().err
-    if not with_json:
-        output = "".join(line for line in output.splitlines(keepends=True) if "ddpkit-failure " not in line)
+    assert "ddpkit-failure " not in output  # people read one line
+    if with_json and (tmp_path / "failure").exists():
+        output += (tmp_path / "failure").read_text()
     # The cause comes before its consequences.
     ended = said("status", "rank 1 on n1 ended with exit status 1", 1, "n1")
     ended *= kind != "launch.py" and with_json

@@ -378,8 +378,10 @@ srun: error: n1: task 0: Terminated"""
     (TASK_FAILED_26.format("Killed"), "rank 1 on n2 was ended by SIGKILL (exit status 137)", [], "n2"),
     ("srun: error: n1: tasks 0-1: Killed\nslurmstepd: error: *** STEP 3.0 ON n1 CANCELLED AT 2026-11-21T04:00:47 ***",
      "each of ranks 0-1 on n1 was ended by SIGKILL", [], "n1")])
-def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list[str], host: str | None, tmp_path: Path,
-                                                capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_srun_prints_decides_the_last_line(
+        text: str, last: str, lost: list[str], host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("DDPKIT_FAILURE_FILE", str(tmp_path / "failure"))
     srun, file = program(tmp_path / "srun", f"cat >&2 <<'E'\n{text}\nE\nexit 143"), tmp_path / "bad-hosts.txt"
     environ = {**SLURM, "PATH": os.environ["PATH"], exclude_file.VARIABLE: str(file)}
     plan = make(job("slurm", (1, 1)), environ, programs=Programs({"srun": srun}), python=sys.executable)
@@ -387,7 +389,7 @@ def test_what_srun_prints_decides_the_last_line(text: str, last: str, lost: list
     printed = capfd.readouterr().err.splitlines()
     messages = [line for line in printed if line.startswith("ddpkit launch: error: ") and "did not join" not in line]
     assert len(messages) == 1 and messages[0].startswith(f"ddpkit launch: error: {last}")
-    [failure] = [json.loads(line.partition(" ")[2]) for line in printed if line.startswith("ddpkit-failure ")]
+    failure = json.loads((tmp_path / "failure").read_text().partition(" ")[2])
     assert (failure["cause"], failure["host"]) == (messages[0].removeprefix("ddpkit launch: error: "), host)
     assert [entry.host for entry in exclude_file.read(file)] == lost
 

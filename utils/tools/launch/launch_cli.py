@@ -125,7 +125,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     folder = "write the output of each rank to FOLDER/rank-N.log"
     add("--output-dir", metavar="FOLDER", help=folder)
     add("-v", "--verbose", action="store_true", help="print the command that starts the ranks")
-    failure = "append what failed first, as JSON, to this file instead of standard error"
+    failure = "append what failed first, as JSON, to this file"
     add("--failure-file", metavar="PATH", help=failure)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 

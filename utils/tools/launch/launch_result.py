@@ -41,6 +41,7 @@ class LaunchResult:
     printed if nothing fails. expected: processes that should end by themselves with status 0.
     lost_hosts: those that do not respond. slurm_reason, slurm_signalled, out_of_memory: what Slurm
     prints. launcher, launcher_status: of the native launcher. launcher_killed: by a signal.
+    launcher_ended_at: when this process began to end it.
     launcher_late: seconds after the first failure, when this process had to end it. syntax_error:
     of the script.
     """
@@ -56,6 +57,7 @@ class LaunchResult:
         self.launcher = ""
         self.launcher_status: int | None = None
         self.launcher_killed = False
+        self.launcher_ended_at: float | None = None
         self.launcher_late: float | None = None
         self.syntax_error = ""
         self._ends: list[RankEnd] = []
@@ -83,7 +85,7 @@ class LaunchResult:
         host: str | None = None,
     ) -> None:
         """Note the end of a process. others: whether more are running. rank: None for torchrun."""
-        by_launch = bool(status) and self.end_at is not None and now >= self.end_at
+        by_launch = bool(status) and self._is_ending(now)
         self._ends.append(RankEnd(who, status, now, rank, host, by_launch))
         if status and self.failed_at is None:
             self.failed_at = now
@@ -101,8 +103,8 @@ class LaunchResult:
 
     def rank_lost(self, rank: int, host: str, now: float) -> None:
         """Note that the parent of a rank is gone, and with it how the rank has ended."""
-        by_launch = self.end_at is not None and now >= self.end_at
-        self._ends.append(RankEnd(f"rank {rank} on {host}", None, now, rank, host, by_launch))
+        who = f"rank {rank} on {host}"
+        self._ends.append(RankEnd(who, None, now, rank, host, self._is_ending(now)))
 
     def host_lost(self, host: str, text: str, now: float) -> None:
         """Note that a host does not respond."""
@@ -164,6 +166,11 @@ class LaunchResult:
     def was_stopped(self) -> bool:
         """Whether a stop signal has come."""
         return self._stopped_at is not None
+
+    def _is_ending(self, now: float) -> bool:
+        """Whether this process has begun to end the ranks: a native launcher does that first."""
+        begins = self.launcher_ended_at if self.launcher else self.end_at
+        return begins is not None and now >= begins
 
     def _is_after_stop(self, now: float) -> bool:
         at = self._stopped_at

@@ -55,6 +55,7 @@ class NativeLaunch:
 
     def run(self) -> None:
         method, result = self._plan.method, self._result
+        result.launcher = self._program
         words = module_command(self._plan.python, "rank_start", rank_arguments(self._plan))
         child = start_command(
             self._launch,
@@ -75,7 +76,6 @@ class NativeLaunch:
             self._ranks.note_unresponsive()
             self._handle_orphans(time.monotonic())
             self._ranks.close()
-        result.launcher = self._program
         result.launcher_killed = child is not None and (child.returncode or 0) < 0
         self._note_errors()
         if not self._ranks.complete:
@@ -234,6 +234,7 @@ class NativeLaunch:
 
     def _end(self, now: float, seconds: float = TERMINATE_SECONDS) -> None:
         self._ending = True
+        self._result.launcher_ended_at = now
         self._processes.end(now, seconds)
 
 

@@ -259,19 +259,30 @@ def _reported(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
     reported = evidence.reported
     if reported is None:
         return None
+    if reported.kind == "uneven" and (outcome := _left_by_failing(evidence, ends)):
+        return outcome
     first_status = next((end.status for end in ends if end.status), None)
     text, kind, rank, host, _ = reported
     text, status = text.rstrip("."), first_status or evidence.problem_status or 1
     end = next((end for end in ends if end.rank is not None and end.rank == rank), None)
     if end is not None and end.status is not None:
         host, status = host or end.host, end.status or status
-        if kind == "uneven" and end.status:  # it has left because it failed: sys.exit(1), perhaps
-            text, kind = f"rank {rank} on {host} {describe_status(end.status)}", "status"
-        elif kind == "killed" and end.status != 128 + signal.SIGABRT:
+        if kind == "killed" and end.status != 128 + signal.SIGABRT:
             text, kind = _describe_end(rank or 0, host, end.status)
         elif end.status > 1:  # 1 is the status of every exception
             text += f". Rank {rank} {describe_status(end.status)}"
     return Outcome(status, kind, text, rank, host, by_launch=False)
+
+
+def _left_by_failing(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
+    """Return the failure of a rank that has left the others by sys.exit(3); None for another end.
+
+    A rank that runs fewer steps than the others ends with status 0.
+    """
+    failed = [end for end in ends if end.status]
+    if len(failed) < len(evidence.ends) or _first_of(failed) is None:
+        return None
+    return _of_ends(failed, ends, evidence)
 
 
 def _noticed(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome:
