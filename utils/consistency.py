@@ -11,7 +11,7 @@ switch on. torch has a hook for the steps of all optimizers, but none for the ep
 loaders, which training_hooks wraps, nor a way from a parameter to its wrapper, for which gc is
 searched, only after a difference was found. tests/bench/bench_consistency.py measures the cost.
 
-Off: setup_distributed(check_training=False), or DDPKIT_CHECK_TRAINING=0.
+Off: setup_distributed(check_training=False), or DDPKIT_CHECK_TRAINING=0. "error" ends the training.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .coordination import CoordinationError
 from .host.cores import name_ranks
+from .launch_report import PROBLEM, Failure, send
 from .log import get_logger
 
 if TYPE_CHECKING:
@@ -408,6 +409,7 @@ class TrainingWatch:
         self.iterator: Callable[[], Any] = lambda: None  # that has yielded the last batch
         self.on_step: list[Callable[[Optimizer], object]] = []  # called after each step
         self._reported: set[str] = set()
+        self.problem = ""  # that this rank has logged
         self._has_trained = False
         self._thread: threading.Thread | None = None
         self._has_left = False
@@ -608,7 +610,9 @@ class TrainingWatch:
             assert self._communicator is not None
             if self._communicator.count(f"reported/{subject}") > 1:  # by another rank
                 return
+            self.problem = self.problem or problem
             _log.error("%s. (To switch this check off: %s=0)", problem, "DDPKIT_CHECK_TRAINING")
+            send(PROBLEM, failure=Failure(problem, "training"))  # the line may scroll away
 
 
 def _same_order(begun: int) -> str:

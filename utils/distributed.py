@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from .monitor.hang import Collective, Group
     from .monitor.positions import HangWatch
 
-CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off
+CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off; "error": ends the training
 START_UP_SECONDS = 100.0
 _LONG_START_SECONDS = 10.0  # that are worth a line on one host, too
 _OLDEST_TORCH = (2, 8)  # the store of an older one does not take over a listening socket
@@ -188,7 +188,7 @@ def setup_distributed(
     collective_timeout: float | None = None,
     hang_timeout: float | Literal["auto"] | None = "auto",
     bind: Literal["auto", False] = "auto",
-    check_training: bool = True,
+    check_training: bool | Literal["error"] = True,
 ) -> Distributed:
     """Join this process to the launch that started it, pin its GPU, and bind it to nearby cores.
 
@@ -211,7 +211,8 @@ def setup_distributed(
     bind: "auto" binds this process to its share of the cores, near its GPU. False keeps the cores
         that the launcher has set. The same on all ranks.
     check_training: report a training that goes wrong without an error: ranks whose parameters
-        differ, or that train on the same data. The same on all ranks.
+        differ, or that train on the same data. "error", as DDPKIT_CHECK_TRAINING=error does, ends
+        the training with it: TrainingError. The same on all ranks.
 
     docs/launchers.md lists all that this call changes in its process, and what switches off each
     effect; DDPKIT_WITHOUT is one of these.
@@ -257,7 +258,8 @@ def setup_distributed(
     if job.world_size > 1 and effects.may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
-        job._hooks = TrainingHooks(job.rank, job.world_size, job.store)
+        raises = "error" in (check_training, os.environ.get(CHECK_TRAINING))
+        job._hooks = TrainingHooks(job.rank, job.world_size, job.store, raises=raises)
     return job
 
 

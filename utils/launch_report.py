@@ -66,6 +66,7 @@ class Failure(NamedTuple):
 
 
 _NONE = Failure("", "")
+PROBLEM = "problem"  # of the training, which goes on
 EARLY = "failed early"  # before the group: reports of other ranks may know more
 
 
@@ -101,8 +102,8 @@ def report_first_cause(
     return received
 
 
-def send(what: str, environ: Mapping[str, str], failure: Failure = _NONE) -> bool:
-    """Send "saved", "failed", EARLY or "checkpoint"; return whether launch.py has it.
+def send(what: str, environ: Mapping[str, str] = os.environ, failure: Failure = _NONE) -> bool:
+    """Send "saved", "failed", EARLY, PROBLEM or "checkpoint"; return whether launch.py has it.
 
     This process may end in a moment.
     """

@@ -23,11 +23,16 @@ if TYPE_CHECKING:
 _original_iter, _original_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
 
 
+class TrainingError(RuntimeError):
+    """The training goes wrong, and check_training="error" ends it."""
+
+
 class TrainingHooks:
     """The hooks of this process. They pass on what the main thread does to a TrainingWatch."""
 
-    def __init__(self, rank: int, world_size: int, store: Store) -> None:
-        """Set the hooks. store: of all ranks."""
+    def __init__(self, rank: int, world_size: int, store: Store, *, raises: bool = False) -> None:
+        """Set the hooks. store: of all ranks. raises: TrainingError after what is logged."""
+        self._raises = raises
         self._rank, self._world_size, self._store = rank, world_size, store
         self._watch: TrainingWatch | None = None
         self._handle = register_optimizer_step_post_hook(self._stepped)
@@ -67,6 +72,11 @@ class TrainingHooks:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self.watch.stepped(optimizer)
+            self._check_problem()
+
+    def _check_problem(self) -> None:
+        if self._raises and self._watch is not None and self._watch.problem:
+            raise TrainingError(self._watch.problem)
 
     def close(self, *, orderly: bool = True) -> None:
         """Remove the hooks, and end the comparison; a second call does nothing.
@@ -78,3 +88,5 @@ class TrainingHooks:
         _BaseDataLoaderIter.__next__ = _original_next  # type: ignore[method-assign]
         if self._watch is not None:
             self._watch.close(orderly=orderly)
+            if orderly:
+                self._check_problem()

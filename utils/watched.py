@@ -109,8 +109,10 @@ def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGrou
         place = Watched(rank, world_size, backend)
         watch_collectives(place, monitor, hang_timeout_of("auto"), ends_itself=ends_itself)
     hooks = None
-    if os.environ.get(CHECK_TRAINING) == "1":  # what setup_distributed() does by default
-        hooks = TrainingHooks(rank, world_size, PrefixStore("training", own))
+    check = os.environ.get(CHECK_TRAINING)  # what setup_distributed() does by default
+    if check in ("1", "error"):
+        store = PrefixStore("training", own)
+        hooks = TrainingHooks(rank, world_size, store, raises=check == "error")
     if rank == 0:
         hosts = rendezvous.assignment["num_nodes"]
         on = f"{hosts} host{'s' * (hosts > 1)}"

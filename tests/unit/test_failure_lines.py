@@ -73,3 +73,28 @@ def test_what_cannot_start_has_one_line(words: list[str], last: str, tmp_path: P
     done = python(*LAUNCH[1:2], *words, env=env, cwd=tmp_path)
     lines = lines_of_kit(done.stderr)
     assert done.returncode != 0 and len(lines) == 1 and re.fullmatch(f"ddpkit launch: {last}", lines[0]), done.stderr
+
+
+DIVERGES = """
+import time, torch
+from utils import setup_distributed
+with setup_distributed("gloo") as job:
+    torch.manual_seed(job.rank)  # other parameters on each rank, and no DDP
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize(("check", "status", "last"), [
+    ("1", 0, r"error: 1 ERROR above: weight differs on rank 1.*"),
+    ("error", 1, r"rank \d on \S+ failed: TrainingError: weight differs on rank 1.*")])
+def test_a_training_that_goes_wrong_is_the_last_line_too(check: str, status: int, last: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DIVERGES)
+    env = {"PYTHONPATH": str(ROOT), "DDPKIT_CHECK_TRAINING": check}
+    done = python(str(tmp_path / "train.py"), ranks=2, env=env, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert re.fullmatch(f"ddpkit launch: {last}", done.stderr.splitlines()[-1]), done.stderr

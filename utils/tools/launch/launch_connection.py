@@ -16,7 +16,7 @@ from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...host import network
 from ...host.cores import name_ranks
 from ...launch_error import LaunchError
-from ...launch_report import EARLY, VARIABLE, Failure
+from ...launch_report import EARLY, PROBLEM, VARIABLE, Failure
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .ignored_stops import describe
@@ -90,7 +90,8 @@ class RankNotices:
     all ranks had saved, by time.monotonic(). checkpoint: the newest step that is safe, where a
     Checkpointer has reported one. failed_at: time.monotonic() of the first report of a failure.
     first_cause: the last one that was reported, as torchrun may have restarted the ranks after an
-    earlier one. is_early: it is of a rank that had no process group yet.
+    earlier one. is_early: it is of a rank that had no process group yet. problems: of a training
+    that goes on.
     """
 
     def __init__(self, peers: int, ports: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
@@ -106,6 +107,7 @@ class RankNotices:
         self.failed_at: float | None = None
         self.first_cause: Failure | None = None
         self.is_early = False
+        self.problems: list[str] = []
         self.listener = self.listen(ports)
         secret = secret_of_ranks(self.launch_secret)
         self.secret = secret_of(secret)
@@ -138,6 +140,8 @@ class RankNotices:
             self.saved_at = self.saved_at or time.monotonic()
         elif message["what"] == "checkpoint":
             self.checkpoint = max(int(message["text"]), self.checkpoint or 0)
+        elif message["what"] == PROBLEM:
+            self.problems.append(str(message["text"]))
         elif message["what"] != EARLY or self.first_cause is None:
             self.failed_at = self.failed_at or time.monotonic()
             self.is_early = message["what"] == EARLY

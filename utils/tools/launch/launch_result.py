@@ -227,13 +227,15 @@ class LaunchResult:
 class Ended(NamedTuple):
     """How a start of the ranks has ended.
 
-    warning: to be printed if it has not failed. checkpoint: the newest step that is safe, where
+    warning: to be printed if it has not failed. problems: ERRORs of a training that went on, whose
+    lines may have scrolled away. checkpoint: the newest step that is safe, where
     rank 0 has reported one. seconds: it has run. failed_at: when the failure was noticed, in
     seconds since 1970. started: whether all ranks had started.
     """
 
     outcome: Outcome
     warning: str = ""
+    problems: tuple[str, ...] = ()
     checkpoint: int | None = None
     seconds: float = 0.0
     failed_at: float = 0.0
@@ -255,4 +257,7 @@ class Ended(NamedTuple):
                 print_status(failure.text, is_error=True)
         elif self.warning:
             print_status(self.warning)
+        if failure is None and self.problems:
+            count = len(self.problems)
+            print_error(f"{count} ERROR{'s' * (count > 1)} above: {self.problems[0]}")
         return outcome

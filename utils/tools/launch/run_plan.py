@@ -72,6 +72,7 @@ def _run_once(plan: Plan) -> Ended:
     return Ended(
         outcome,
         result.warning,
+        tuple(notices.problems),
         notices.checkpoint,
         seconds=now - began,
         failed_at=time.time() - (now - noticed),
