@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import glob
 import hashlib
 import io
 import json
 import os
 import shutil
-import signal
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import NoReturn
+from collections.abc import Callable
 
 from ...host.trust import make_folders, open_owned
 from . import Archive, StagingError
 from .index import find_key
+from .kept import cleanup_at_signals, locked, remove_leftovers
 from .packages import Environment, Member, members_of
 
 CHUNK_BYTES = 1 << 20
@@ -57,11 +53,14 @@ def get_archive(environment: Environment, note: Callable[[str], None]) -> Archiv
     for folder in folders:
         try:
             make_folders(folder)
-            with _locked(folder, key) as locked, cleanup_at_signals():
-                kept = _kept(folder, key, owners)  # packed by another launch meanwhile
-                if kept is None and locked:
-                    _remove_halves(folder, key)
-                return kept or _pack(environment, key, folder, note)
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(OSError):  # without locks, each launch packs for itself
+                    stack.enter_context(locked(folder, key))
+                    if kept := _kept(folder, key, owners):  # packed by another launch meanwhile
+                        return kept
+                    remove_leftovers(folder, key)
+                stack.enter_context(cleanup_at_signals())
+                return _pack(environment, key, folder, note)
         except OSError as error:
             problem = f"{folder} cannot hold the archive ({error.strerror or error})"
     raise StagingError(f"{problem}. Expected space for it there. Make some, or set XDG_CACHE_HOME")
@@ -89,48 +88,6 @@ def _kept(folder: str, key: str, owners: set[int]) -> Archive | None:
         return found
     except (OSError, ValueError, TypeError):
         return None
-
-
-@contextlib.contextmanager
-def _locked(folder: str, key: str, *, wait: bool = True) -> Iterator[bool]:
-    """Lock an archive; yield whether it is locked.
-
-    Not all file systems have locks: without them, each launch packs for itself.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-    with open(os.open(os.path.join(folder, f"{key}.lock"), flags, 0o644), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
-        except OSError:
-            locked = False
-        yield locked
-
-
-@contextlib.contextmanager
-def cleanup_at_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise, for what removes temporary files, and end the process after."""
-    received = []
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)
-        received.append(number)
-        raise SystemExit
-
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) == signal.SIG_DFL
-    ]
-    for number in numbers:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-        if received:
-            os.kill(os.getpid(), received[0])
 
 
 def _pack(environment: Environment, key: str, folder: str, note: Callable[[str], None]) -> Archive:
@@ -182,18 +139,6 @@ def _add(tar: tarfile.TarFile, member: Member) -> tarfile.TarInfo:
         info.size = len(text)
         tar.addfile(info, io.BytesIO(text))
     return info
-
-
-def _remove_halves(folder: str, key: str) -> None:
-    """Remove what killed launches have left of archives. key: of the one that this one has locked.
-
-    A launch that still packs has its lock.
-    """
-    for path in glob.glob(f"{glob.escape(folder)}/.*-*/"):
-        other = os.path.basename(path[:-1])[1:].partition("-")[0]
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            if other == key or stack.enter_context(_locked(folder, other, wait=False)):
-                shutil.rmtree(path)
 
 
 def _remove_old(folder: str) -> None:

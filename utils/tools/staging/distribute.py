@@ -16,9 +16,10 @@ from ...job import exclude_file
 from ...launch_report import FAILURE_FILE
 from ..interpreter import import_path
 from . import RECEIVED, Archive, StagingError
-from .archive import cleanup_at_signals, get_archive
+from .archive import get_archive
 from .broadcast import FAILED, NOT_WRITTEN
 from .free_space import free_bytes
+from .kept import cleanup_at_signals
 from .node_copy import candidates, is_kept
 from .packages import find_environment
 from .room import needed_bytes

@@ -1,7 +1,7 @@
 """The copy of the packages on a node: made once, kept for later jobs, removed when it is old.
 
 Below a folder that only its owner can enter, ddpkit-stage-UID, each copy has the folder KEY, the
-file KEY.lock, locked by the process that makes or checks it, and KEY.used, locked by each rank that
+file KEY.lock (kept.py), with what its last check has found, and KEY.used, locked by each rank that
 uses it. A copy has its name only once it is complete.
 
 Each rank loads this module: the parts that a kept copy does not need are in modules of their own.
@@ -13,12 +13,13 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from ...host.trust import make_folder, may_trust
 from . import Archive, StagingError
+from .kept import locked
 from .marker import MARKER, is_complete
 
 
@@ -62,7 +63,7 @@ def prepare(archive: Archive, source: str, folders: Sequence[str], start: str) -
     for folder in folders:
         try:
             root = _open_root(folder)
-            with _locked(os.path.join(root, f"{archive.key}.lock")) as state:
+            with locked(root, archive.key) as state:
                 return _prepare_in(root, archive, source, start, state)
         except (OSError, StagingError) as error:
             problems.append(f"{folder}: {getattr(error, 'strerror', None) or error}")
@@ -91,7 +92,7 @@ def _prepare_in(root: str, archive: Archive, source: str, start: str, state: int
         if any("." not in name and name != archive.key for name in os.listdir(root)):
             from .room import remove_old
 
-            remove_old(root, copy)
+            remove_old(root, archive.key)
     if known.problem:
         raise StagingError(known.problem)
     used = os.open(os.path.join(root, f"{archive.key}.used"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -123,22 +124,6 @@ def _open_root(folder: str) -> str:
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise StagingError(f"other users may enter {root} (mode {status.st_mode & 0o777:o})")
     return root
-
-
-@contextmanager
-def _locked(path: str) -> Iterator[int]:
-    """Hold a lock. A process that removes the copy removes the file of the lock, too."""
-    is_locked = False
-    while not is_locked:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):
-                is_locked = os.path.samestat(os.fstat(descriptor), os.lstat(path))
-            if is_locked:
-                yield descriptor
-        finally:
-            os.close(descriptor)
 
 
 def _read_state(descriptor: int) -> _State:

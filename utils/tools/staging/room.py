@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 
 from . import Archive, StagingError
 from .free_space import free_bytes, is_in_memory
+from .kept import locked, remove_leftovers
 from .marker import MARKER
 
 _OLD_SECONDS = 7 * 24 * 3600.0
@@ -37,13 +36,12 @@ def make_room(root: str, archive: Archive) -> None:
     raise StagingError(f"{free / 1e6:.0f} MB are free{where}, and {needed / 1e6:.0f} MB are needed")
 
 
-def remove_old(root: str, copy: str) -> None:
+def remove_old(root: str, own: str) -> None:
     """Remove copies that were not used for long, then the oldest beyond their share of the disk.
 
-    copy: the one that this process has locked.
+    own: the key of the one that this process has locked.
     """
-    own = os.path.basename(copy)
-    _remove_halves(root, own)
+    remove_leftovers(root, own)
     others = _others(root, own)
     for used, key in list(others):
         if used < time.time() - _OLD_SECONDS:
@@ -68,34 +66,14 @@ def _others(root: str, key: str) -> list[tuple[float, str]]:
     return sorted(found)
 
 
-def _remove_halves(root: str, own: str) -> None:
-    """Remove what a killed process has left of a copy that it made or removed."""
-    for name in os.listdir(root):
-        key, hyphen, _ = name.partition("-")
-        if not hyphen:
-            continue
-        with suppress(OSError), ExitStack() as stack:
-            if key != own:
-                stack.enter_context(_locked_at_once(root, f"{key}.lock"))
-            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
-
-
 def _remove(root: str, key: str) -> None:
     """Remove a copy that no rank uses, and none is about to."""
-    names = (f"{key}.lock", f"{key}.used")
-    with suppress(OSError), _locked_at_once(root, names[0]), _locked_at_once(root, names[1]):
+    with (
+        suppress(OSError),
+        locked(root, key, wait=False),
+        locked(root, key, kind="used", wait=False),
+    ):
         os.rename(os.path.join(root, key), os.path.join(root, f"{key}-removed"))
         shutil.rmtree(os.path.join(root, f"{key}-removed"), ignore_errors=True)
-        for name in names:
-            os.unlink(os.path.join(root, name))
-
-
-@contextmanager
-def _locked_at_once(root: str, name: str) -> Iterator[None]:
-    """Hold a lock. OSError where another process has it."""
-    descriptor = os.open(os.path.join(root, name), os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+        for kind in ("lock", "used"):
+            os.unlink(os.path.join(root, f"{key}.{kind}"))

@@ -16,7 +16,8 @@ from contextlib import suppress
 
 from ...host.trust import open_owned
 from . import RECEIVED, Archive, StagingError
-from .archive import CHUNK_BYTES, cleanup_at_signals, line_of, owners_of
+from .archive import CHUNK_BYTES, line_of, owners_of
+from .kept import cleanup_at_signals, remove_leftovers
 from .marker import moved_folders, write_marker
 from .room import make_room
 
@@ -34,9 +35,7 @@ def make(root: str, copy: str, archive: Archive, source: str) -> None:
 
 
 def _make(root: str, copy: str, archive: Archive, source: str) -> None:
-    for name in os.listdir(root):  # left by a process that was killed; the lock is ours
-        if name.startswith(f"{archive.key}-"):
-            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+    remove_leftovers(root, archive.key)
     _remove_received(os.path.dirname(root))
     # What was sent is the user's; the archive may be that of the owner of the environment.
     owners = {os.geteuid()} if source else owners_of(archive.prefix)

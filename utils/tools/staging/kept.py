@@ -1,0 +1,83 @@
+"""What launches keep in a folder, by key: one process makes it under a lock, later ones use it.
+
+KEY.lock is locked by the process that makes, checks or removes KEY. A folder KEY-... or .KEY-... is
+not complete, or no longer: what has the name KEY is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
+from typing import NoReturn
+
+
+@contextmanager
+def locked(folder: str, key: str, *, kind: str = "lock", wait: bool = True) -> Iterator[int]:
+    """Hold the lock of a key; yield the descriptor of its file.
+
+    The process that removes KEY removes the file of the lock, too: a lock on a file that has lost
+    its name excludes nobody, and is taken again.
+
+    kind: the end of the file's name. wait: False raises OSError where another process has the lock.
+    Raises OSError where the file system has no locks.
+    """
+    path = os.path.join(folder, f"{key}.{kind}")
+    is_locked = False
+    while not is_locked:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                is_locked = os.path.samestat(os.fstat(descriptor), os.lstat(path))
+            if is_locked:
+                os.utime(descriptor)  # old files of locks are removed
+                yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def remove_leftovers(folder: str, own: str) -> None:
+    """Remove what killed processes have left. own: the key that this process has locked.
+
+    A process that still works on a key has its lock.
+    """
+    for name in os.listdir(folder):
+        key, hyphen, _ = name.removeprefix(".").partition("-")
+        path = os.path.join(folder, name)
+        if not hyphen or not os.path.isdir(path):
+            continue
+        with suppress(OSError), ExitStack() as stack:
+            if key != own:
+                stack.enter_context(locked(folder, key, wait=False))
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def cleanup_at_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise, for what removes temporary files, and end the process after."""
+    received = []
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        received.append(number)
+        raise SystemExit
+
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    ]
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        if received:
+            os.kill(os.getpid(), received[0])
