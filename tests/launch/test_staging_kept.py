@@ -7,8 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from utils.tools.staging import room
+from tests.launch.shared_packages import Shared, make_shared
+from utils.tools.staging import Archive, distribute, room
+from utils.tools.staging.archive import get_archive
 from utils.tools.staging.kept import locked
+from utils.tools.staging.node_copy import prepare
+from utils.tools.staging.packages import find_environment
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Shared:
+    return make_shared(tmp_path)
+
+
+def make_copy(shared: Shared, start: str = "1") -> tuple[Archive, Path]:
+    archive = get_archive(find_environment(str(shared.python), []), lambda text: None)
+    return archive, Path(prepare(archive, "", [str(shared.disk)], start).path)
 
 
 @pytest.fixture
@@ -38,3 +52,14 @@ def test_a_copy_made_under_a_new_lock_file_is_not_removed(preempted: Path) -> No
 def test_a_lock_of_a_removed_file_is_none(preempted: Path) -> None:
     with pytest.raises(BlockingIOError), locked(str(preempted), "KEY", wait=False):
         pass
+
+
+@pytest.mark.parametrize(("hosts", "is_sent"), [
+    (["n1", "n2"], False), (["n1.pbs.lab", "n2.pbs.lab"], False), (["N2", "N1"], False), (["n3", "n2"], True)])
+def test_the_archive_is_not_sent_where_this_host_has_a_copy(shared: Shared, hosts: list[str], is_sent: bool) -> None:
+    (shared.packages / "mpi4py.py").write_text("")
+    make_copy(shared)
+    flag = shared.folder / "sent"
+    assert distribute.stage(str(shared.python), hosts, "n1", {}, spares=0, one_per_host=["sh", "-c", f"touch {flag}"],
+                            stage_dir=str(shared.disk), also=[], note=lambda text: None)
+    assert flag.exists() == is_sent

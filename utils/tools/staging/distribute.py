@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from ...job import exclude_file
+from ...job.notation import same_host
 from ...launch_report import FAILURE_FILE
 from ..interpreter import import_path
 from . import RECEIVED, Archive, StagingError
@@ -63,7 +64,8 @@ def stage(
     folders = candidates(stage_dir, environ)
     # Later jobs find copies on most nodes; a node without one reads the archive itself.
     all_hosts = len(hosts) + spares
-    if all_hosts > 1 and (own_host not in hosts or not is_kept(archive.key, folders)):
+    is_own_kept = is_kept(archive.key, folders) and any(same_host(own_host, host) for host in hosts)
+    if all_hosts > 1 and not is_own_kept:
         target = os.path.join(folders[0], RECEIVED.format(os.urandom(8).hex()))
         if environ.get("SLURM_JOB_ID"):
             received = _send_by_sbcast(archive, target, all_hosts, note)
