@@ -3,12 +3,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.shared_packages import Shared, make_shared
-from utils.tools.staging import Archive, distribute, room
+from utils.tools.staging import Archive, StagingError, distribute, room
 from utils.tools.staging.archive import get_archive
 from utils.tools.staging.kept import locked
 from utils.tools.staging.node_copy import prepare
@@ -63,3 +66,35 @@ def test_the_archive_is_not_sent_where_this_host_has_a_copy(shared: Shared, host
     assert distribute.stage(str(shared.python), hosts, "n1", {}, spares=0, one_per_host=["sh", "-c", f"touch {flag}"],
                             stage_dir=str(shared.disk), also=[], note=lambda text: None)
     assert flag.exists() == is_sent
+
+
+@pytest.mark.parametrize("lost", ["bin", "bin/python", "bin/python3", "bin/activate", "pyvenv.cfg", "share", "lib64",
+                                  ".ddpkit-complete"])
+def test_a_copy_that_a_cleaner_has_thinned_is_made_again(shared: Shared, lost: str) -> None:
+    (shared.folder / "env" / "share").mkdir()
+    _, copy = make_copy(shared)
+    (copy / "caches").mkdir()
+    inode = copy.stat().st_ino
+    assert make_copy(shared, "2")[1].stat().st_ino == inode
+    if lost == "bin":
+        shutil.rmtree(copy / lost)
+    else:
+        (copy / lost).unlink()
+    assert make_copy(shared, "3")[1].stat().st_ino != inode and os.path.lexists(copy / lost)
+
+
+@pytest.fixture
+def noexec(shared: Shared) -> Iterator[Path]:
+    folder = shared.folder / "noexec"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_folder_that_is_mounted_noexec_holds_no_copy(shared: Shared, noexec: Path) -> None:
+    """The interpreter is a link out of it, and starts; libraries of packages cannot be loaded."""
+    archive, copy = make_copy(shared)
+    assert Path(prepare(archive, "", [str(noexec), str(shared.disk)], "2").path) == copy
+    with pytest.raises(StagingError, match="mounted noexec"):
+        prepare(archive, "", [str(noexec)], "3")

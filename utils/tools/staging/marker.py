@@ -9,7 +9,8 @@ from contextlib import suppress
 from . import Archive
 
 MARKER = ".ddpkit-complete"  # its time: when a launch has last used the copy
-_COUNTED = ("lib", "packages", "also")
+_SHALLOW = ""  # the copy itself: files and links only, as ranks write into folders in it
+_COUNTED = ("bin", "lib", "packages", "also", _SHALLOW)
 
 
 def is_complete(copy: str) -> bool:
@@ -28,14 +29,15 @@ def is_complete(copy: str) -> bool:
             if now != int(modified):  # Python may have compiled a module in it
                 if len(_files_in(folder)[0]) < int(count):
                     return False
-                line, changed = f"{now} {count} {name}", True
+                if name != _SHALLOW:  # which each new marker changes
+                    line, changed = f"{now} {count} {name}", True
             lines.append(line)
     except (OSError, ValueError):
         return False
     if changed:
         with suppress(OSError):  # the disk is full
             _write_marker(copy, lines)
-    return True
+    return os.access(os.path.join(copy, "bin", "python"), os.X_OK)  # a link out of the copy
 
 
 def write_marker(copy: str) -> None:
@@ -47,7 +49,8 @@ def write_marker(copy: str) -> None:
         modified = os.lstat(path).st_mtime_ns
         files, inner = _files_in(path)
         lines.append(f"{modified} {len(files)} {name}")
-        folders.extend(f"{name}/{each}" for each in inner)
+        if name != _SHALLOW:
+            folders.extend(f"{name}/{each}" for each in inner)
     _write_marker(copy, lines)
 
 
@@ -64,7 +67,8 @@ def _files_in(folder: str) -> tuple[list[str], list[str]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
-                files.append(entry.name)
+                if not entry.name.startswith(MARKER):
+                    files.append(entry.name)
             elif entry.name != "__pycache__":
                 folders.append(entry.name)
     return files, folders

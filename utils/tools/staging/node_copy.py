@@ -77,6 +77,8 @@ def _prepare_in(root: str, archive: Archive, source: str, start: str, state: int
     if known.start != start:
         known = _State(start)
         try:
+            if os.fstatvfs(state).f_flag & os.ST_NOEXEC:
+                raise StagingError("libraries cannot be loaded from it (it is mounted noexec)")
             if not is_complete(copy):
                 began = time.monotonic()
                 from .unpack import make

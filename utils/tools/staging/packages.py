@@ -20,7 +20,7 @@ from . import StagingError
 
 _PROBE_SECONDS = 120.0
 _THREADS = 8  # a parallel file system answers many at once
-_FORMAT = "1"
+_FORMAT = "2"
 _SYSTEM = ("/", "/usr", "/usr/local")  # their folders are no environment
 _PROBE = r"""
 import json, site, sys

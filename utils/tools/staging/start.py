@@ -52,7 +52,8 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
         if first:
             _print(
                 f"warning: on {os.uname().nodename} the packages are not staged ({error}). The "
-                "ranks there use the shared ones. Make space, or name a local folder: --stage-dir"
+                "ranks there use the shared ones. Make space, or name another local folder: "
+                "--stage-dir"
             )
     if first and order["received"]:
         with suppress(OSError):
@@ -108,8 +109,9 @@ def use(
         environ["PATH"] = os.pathsep.join(path)
     for name, folder in _CACHES.items():
         if not environ.get(name):
-            environ[name] = os.path.join(copy, "caches", folder)
-            os.makedirs(environ[name], exist_ok=True)
+            with suppress(OSError):  # the disk is full
+                os.makedirs(cache := os.path.join(copy, "caches", folder), exist_ok=True)
+                environ[name] = cache
     moved = moved_folders(copy, archive)
     if environ.get("PYTHONPATH") and moved:
         entries = environ["PYTHONPATH"].split(os.pathsep)
