@@ -22,7 +22,7 @@ from utils.launch_error import LaunchError
 from utils.launchers import Placement
 from utils.startup import secret
 from utils.tools.launch.host_readiness import ReservedPort
-from utils.tools.staging import Archive, StagingError
+from utils.tools.staging import ALSO, PACKAGES, Archive, StagingError
 from utils.tools.staging.archive import line_of
 from utils.tools.staging.unpack import make
 from utils.tools.submission.submissions import git_state
@@ -258,7 +258,7 @@ def test_archive_does_not_write_through_its_links(machine: Machine) -> None:
 
 def test_archive_gives_no_rights_of_other_users(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     root = machine.make("root", VICTIM, 0o700)
-    archive = packed(machine.home / "tar", [*[(f"{name}/", "", 0o755) for name in ("bin", "lib", "packages", "also")],
+    archive = packed(machine.home / "tar", [*[(f"{name}/", "", 0o755) for name in ("bin", "lib", PACKAGES, ALSO)],
                                             ("bin/python", "", 0o6755)])
     modes = []
 

@@ -73,7 +73,7 @@ def test_the_archive_is_not_sent_where_this_host_has_a_copy(shared: Shared, host
 def test_a_copy_that_a_cleaner_has_thinned_is_made_again(shared: Shared, lost: str) -> None:
     (shared.folder / "env" / "share").mkdir()
     _, copy = make_copy(shared)
-    (copy / "caches").mkdir()
+    (copy / "ddpkit-caches").mkdir()
     inode = copy.stat().st_ino
     assert make_copy(shared, "2")[1].stat().st_ino == inode
     if lost == "bin":

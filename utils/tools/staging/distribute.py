@@ -56,6 +56,8 @@ def stage(
     began = time.monotonic()
     try:
         environment = find_environment(python, also)
+        if problem := environment.shared_torch:
+            note(f"staging: {problem}")
         archive = get_archive(environment, note)
     except (StagingError, OSError) as error:
         note(f"warning: the packages are not staged: {error}. The ranks use the shared ones")
@@ -63,6 +65,11 @@ def stage(
     received = ""
     folders = candidates(stage_dir, environ)
     # Later jobs find copies on most nodes; a node without one reads the archive itself.
+    if not stage_dir and _ends_with_job(folders[0], environ) and not is_kept(archive.key, folders):
+        note(
+            f"staging: $TMPDIR, {folders[0]}, is removed with the job, and the copy with it. To "
+            "keep it for the next job, name a local folder that stays: --stage-dir"
+        )
     all_hosts = len(hosts) + spares
     is_own_kept = is_kept(archive.key, folders) and any(same_host(own_host, host) for host in hosts)
     if all_hosts > 1 and not is_own_kept:
@@ -105,6 +112,13 @@ def on_spares(words: Sequence[str], starter: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         _end(process)
+
+
+def _ends_with_job(folder: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a folder has the number of the job in its name, as $TMPDIR of PBS has."""
+    ids = (environ.get(name, "").partition(".")[0] for name in ("PBS_JOBID", "SLURM_JOB_ID"))
+    names = re.split(r"[^0-9A-Za-z]+", folder)
+    return any(job_id and job_id.partition("[")[0] in names for job_id in ids)
 
 
 def _code(what: str) -> str:

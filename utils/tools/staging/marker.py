@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
-from . import Archive
+from . import ALSO, PACKAGES, Archive
 
 MARKER = ".ddpkit-complete"  # its time: when a launch has last used the copy
 _SHALLOW = ""  # the copy itself: files and links only, as ranks write into folders in it
-_COUNTED = ("bin", "lib", "packages", "also", _SHALLOW)
+_COUNTED = ("bin", "lib", PACKAGES, ALSO, _SHALLOW)
 
 
 def is_complete(copy: str) -> bool:
@@ -76,4 +76,4 @@ def _files_in(folder: str) -> tuple[list[str], list[str]]:
 
 def moved_folders(copy: str, archive: Archive) -> dict[str, str]:
     """Return each folder of --stage-also, and where it is in a copy."""
-    return {folder: f"{copy}/also/{number}" for number, folder in enumerate(archive.also)}
+    return {folder: f"{copy}/{ALSO}/{number}" for number, folder in enumerate(archive.also)}

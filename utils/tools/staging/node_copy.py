@@ -20,7 +20,8 @@ from typing import NamedTuple
 from ...host.trust import make_folder, may_trust
 from . import Archive, StagingError
 from .kept import locked
-from .marker import MARKER, is_complete
+from .marker import MARKER, is_complete, write_marker
+from .surroundings import add_links
 
 
 class Prepared(NamedTuple):
@@ -85,6 +86,9 @@ def _prepare_in(root: str, archive: Archive, source: str, start: str, state: int
 
                 make(root, copy, archive, source)
                 known = known._replace(made_in=time.monotonic() - began)
+            with suppress(OSError):  # the disk is full
+                if add_links(copy, archive.prefix):
+                    write_marker(copy)
             os.utime(os.path.join(copy, MARKER))
         except (OSError, StagingError) as error:
             known = known._replace(problem=getattr(error, "strerror", None) or str(error))

@@ -16,21 +16,27 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from . import StagingError
+from . import ALSO, PACKAGES, StagingError
+from .surroundings import SYSTEM, names_beside
 
 _PROBE_SECONDS = 120.0
 _THREADS = 8  # a parallel file system answers many at once
 _FORMAT = "2"
-_SYSTEM = ("/", "/usr", "/usr/local")  # their folders are no environment
 _PROBE = r"""
-import json, site, sys
+import importlib.util, json, os, site, sys
 folders = site.getsitepackages()
 if site.ENABLE_USER_SITE:
     folders.append(site.getusersitepackages())
+try:
+    torch = os.path.abspath(importlib.util.find_spec("torch").origin)
+except Exception:
+    torch = ""
 found = {
     "version": sys.version, "short": "%d.%d" % sys.version_info[:2], "prefix": sys.prefix,
     "base": getattr(sys, "_base_executable", None) or sys.executable,
-    "folders": [entry for entry in sys.path if entry in folders]}
+    "folders": [entry for entry in sys.path if entry in folders],
+    "has_user_site": bool(site.ENABLE_USER_SITE),
+    "torch": torch}
 """
 _PRINT = r"""
 print("\nddpkit-stage " + json.dumps(found))
@@ -46,13 +52,27 @@ class Environment(NamedTuple):
     base: str  # the interpreter itself
     folders: tuple[str, ...]
     also: tuple[str, ...] = ()  # other folders to stage
+    has_user_site: bool = False  # whether it imports usercustomize
+    torch: str = ""  # the first file that it imports of torch
+
+    @property
+    def shared_torch(self) -> str:
+        """Return where torch is if it is not staged, and what to do; "" where it is staged."""
+        real, folder = os.path.realpath(self.torch), os.path.dirname(os.path.dirname(self.torch))
+        if not self.torch or any(_moved(real, source, name) for source, name in self.staged):
+            return ""
+        if any(_moved(self.torch, source, name) for source, name in self.staged):
+            return (
+                f"torch in {folder} is a link to {real}, which is not staged: install torch itself"
+            )
+        return f"torch is imported from {folder}, which is not staged: add --stage-also {folder}"
 
     @property
     def staged(self) -> list[tuple[str, str]]:
         """Return each staged folder, and its name in the archive."""
         first = f"lib/python{self.short}/site-packages"
-        names = [first, *(f"packages/{number}" for number in range(1, len(self.folders)))]
-        also = [(folder, f"also/{number}") for number, folder in enumerate(self.also)]
+        names = [first, *(f"{PACKAGES}/{number}" for number in range(1, len(self.folders)))]
+        also = [(folder, f"{ALSO}/{number}") for number, folder in enumerate(self.also)]
         return [*zip(self.folders, names, strict=True), *also]
 
 
@@ -114,7 +134,7 @@ def key_of(environment: Environment, visit: Callable[[Member], None]) -> str:
     """
     digest = _hash(environment)
     for folder, name in environment.staged:
-        for member in _walk(folder, name, compiled=False):
+        for member in _walk(folder, name, environment.staged, compiled=False):
             time = 0 if member.kind == "folder" else member.mtime_ns
             digest.update(repr((member.name, member.text, member.size, time)).encode())
             visit(member)
@@ -122,20 +142,23 @@ def key_of(environment: Environment, visit: Callable[[Member], None]) -> str:
 
 
 def _hash(environment: Environment) -> hashlib._Hash:
-    return hashlib.sha256(json.dumps([_FORMAT, *environment]).encode())
+    return hashlib.sha256(json.dumps([_FORMAT, *environment._replace(torch="")]).encode())
 
 
 def members_of(environment: Environment) -> Iterator[Member]:
     """Yield all members of the archive, each folder before what it holds."""
     yield from _surroundings(environment)
     for folder, name in environment.staged:
-        yield from _walk(folder, name, compiled=True)
+        yield from _walk(folder, name, environment.staged, compiled=True)
     others = [name for _, name in environment.staged[1 : len(environment.folders)]]
-    if others:
-        add = "".join(
-            f"import os, site, sys; site.addsitedir(os.path.join(sys.prefix, {name!r}))\n"
-            for name in others
-        )
+    add = "".join(
+        f"import os, site, sys; site.addsitedir(os.path.join(sys.prefix, {name!r}))\n"
+        for name in others
+    )
+    if environment.has_user_site:  # a venv, as the copy is, has none
+        code = "importlib.util.find_spec('usercustomize') and __import__('usercustomize')"
+        add += f"import importlib.util; {code}\n"
+    if add:
         yield Member(f"{environment.staged[0][1]}/zzz-ddpkit-staged.pth", "file", text=add)
 
 
@@ -146,35 +169,36 @@ def _surroundings(environment: Environment) -> Iterator[Member]:
     settings = f"home = {home}\ninclude-system-site-packages = false\n"
     yield Member("pyvenv.cfg", "file", text=settings)
     own = {"bin/python": environment.base, "bin/python3": "python", f"bin/{library}": "python"}
-    for folder in ("bin", "lib", f"lib/{library}", "packages", "also"):
+    for folder in ("bin", "lib", f"lib/{library}", PACKAGES, ALSO):
         yield Member(folder, "folder", mode=0o755)
     for name, target in own.items():
         yield Member(name, "link", text=target)
-    yield Member("lib64", "link", text="lib")
-    if prefix in _SYSTEM:
-        return
-    for folder in ("", "bin/", "lib/"):  # libraries and data that packages find by a relative path
-        for entry in sorted(_names(os.path.join(prefix, folder))):
-            name = folder + entry
-            if name not in ("bin", "lib", "lib64", "pyvenv.cfg", "packages", "also", *own):
-                if name != f"lib/{library}" and not entry.startswith(".ddpkit"):
-                    yield Member(name, "link", text=os.path.join(prefix, name))
+    yield Member("lib64", "link", text=_library_64(prefix, library))
+    for name in names_beside(prefix):
+        if name not in (f"lib/{library}", *own):
+            yield Member(name, "link", text=os.path.join(prefix, name))
 
 
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
+def _library_64(prefix: str, library: str) -> str:
+    """Return where lib64 of the archive leads: a folder of its own may hold shared libraries.
+
+    Python would find the shared packages in one that has packages.
+    """
+    path = os.path.join(prefix, "lib64")
+    is_own = prefix not in SYSTEM and os.path.isdir(path) and not os.path.islink(path)
+    return path if is_own and not os.path.exists(os.path.join(path, library)) else "lib"
 
 
-def _walk(folder: str, name: str, *, compiled: bool) -> Iterator[Member]:
+def _walk(
+    folder: str, name: str, staged: Sequence[tuple[str, str]], *, compiled: bool
+) -> Iterator[Member]:
     """Yield the members of a folder: those of each of its entries at a time, in order."""
     yield Member(name, "folder", folder, mtime_ns=os.stat(folder).st_mtime_ns, mode=0o755)
     top = _entries(folder, name, folder, compiled)
     for member in top:
         if member.kind != "folder":
-            yield _with_absolute_paths(member, folder) if member.name.endswith(".pth") else member
+            is_pth = member.kind == "file" and member.name.endswith(".pth")
+            yield _with_moved_lines(member, folder, staged) if is_pth else member
     folders = [member for member in top if member.kind == "folder"]
 
     from concurrent.futures import ThreadPoolExecutor  # slow to load, and seldom needed
@@ -187,18 +211,31 @@ def _walk(folder: str, name: str, *, compiled: bool) -> Iterator[Member]:
             yield from found
 
 
-def _with_absolute_paths(member: Member, folder: str) -> Member:
-    """Return a .pth file whose relative paths out of its folder are absolute."""
-    if member.kind != "file":
-        return member
+def _with_moved_lines(member: Member, folder: str, staged: Sequence[tuple[str, str]]) -> Member:
+    """Return a .pth file whose lines lead to the same folders from the archive, or to staged ones.
+
+    folder: in which it lies. A relative line out of it becomes absolute.
+    """
     with open(member.source, encoding="utf-8", errors="surrogateescape") as file:
         lines = file.read().splitlines()
+    here = os.path.dirname(member.name)
     for number, line in enumerate(lines):
-        path = os.path.normpath(os.path.join(folder, line.strip()))
-        if line.lstrip().startswith("..") and os.path.exists(path):
-            lines[number] = path
-    text = "".join(f"{line}\n" for line in lines)
-    return member._replace(text=text)
+        path = os.path.normpath(os.path.join(folder, line.rstrip()))
+        if line.startswith(("#", "import ", "import\t")) or not line.strip():
+            continue
+        if not os.path.exists(path):
+            continue
+        moved = next(filter(None, (_moved(path, source, name) for source, name in staged)), path)
+        lines[number] = moved if os.path.isabs(moved) else os.path.relpath(moved, here)
+    return member._replace(text="".join(f"{line}\n" for line in lines))
+
+
+def _moved(path: str, source: str, name: str) -> str:
+    """Return the name in the archive of a path in a staged folder, or ""."""
+    for each, folder in ((path, source), (os.path.realpath(path), os.path.realpath(source))):
+        if each == folder or each.startswith(f"{folder}/"):
+            return os.path.normpath(os.path.join(name, os.path.relpath(each, folder)))
+    return ""
 
 
 def _below(folder: Member, root: str, compiled: bool) -> Iterable[Member]:

@@ -14,7 +14,7 @@ from typing import Any
 from ... import restart_notice
 from ...effects import STAGED
 from ...host.trust import make_folders, may_trust
-from . import Archive, StagingError
+from . import CACHES, Archive, StagingError
 from .marker import moved_folders
 from .node_copy import candidates, prepare
 
@@ -110,7 +110,7 @@ def use(
     for name, folder in _CACHES.items():
         if not environ.get(name):
             with suppress(OSError):  # the disk is full
-                os.makedirs(cache := os.path.join(copy, "caches", folder), exist_ok=True)
+                os.makedirs(cache := os.path.join(copy, CACHES, folder), exist_ok=True)
                 environ[name] = cache
     moved = moved_folders(copy, archive)
     if environ.get("PYTHONPATH") and moved:

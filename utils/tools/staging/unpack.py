@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ...host.trust import open_owned
-from . import RECEIVED, Archive, StagingError
+from . import PACKAGES, RECEIVED, Archive, StagingError
 from .archive import CHUNK_BYTES, line_of, owners_of
 from .kept import cleanup_at_signals, remove_leftovers
 from .marker import moved_folders, write_marker
@@ -49,7 +49,7 @@ def _make(root: str, copy: str, archive: Archive, source: str) -> None:
         temporary = tempfile.mkdtemp(prefix=f"{archive.key}-", dir=root)
         try:
             _unpack(file.fileno(), temporary, archive)
-            _move_paths(os.path.join(temporary, "lib"), moved_folders(copy, archive))
+            _move_paths(temporary, moved_folders(copy, archive))
             write_marker(temporary)
             if os.path.exists(copy):  # it has lost files
                 os.rename(copy, f"{temporary}-lost")
@@ -98,9 +98,15 @@ def _unpack(descriptor: int, folder: str, archive: Archive) -> None:
         raise StagingError(f"{archive.path} does not hold what was packed: torn, now removed")
 
 
-def _move_paths(library: str, moved: Mapping[str, str]) -> None:
-    """Let editable packages lead to the staged folders: .pth files, and finders of setuptools."""
-    for file in (*glob.glob(f"{library}/*/*/*.pth"), *glob.glob(f"{library}/*/*/__editable__*.py")):
+def _move_paths(copy: str, moved: Mapping[str, str]) -> None:
+    """Let editable packages lead to the staged folders: code in .pth files and in finders."""
+    files = [
+        file
+        for folder in ("lib/*/site-packages", f"{PACKAGES}/*")
+        for pattern in ("*.pth", "__editable__*.py")
+        for file in glob.glob(f"{glob.escape(copy)}/{folder}/{pattern}")
+    ]
+    for file in files:
         with open(file, encoding="utf-8", errors="surrogateescape") as opened:
             text = opened.read()
         changed = text

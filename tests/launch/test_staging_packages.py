@@ -1,0 +1,131 @@
+"""What a copy of the packages finds: paths that lead out of them, and folders that Python does not search by itself."""
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.shared_packages import Shared, make_shared
+from utils.tools.staging import Archive, distribute
+from utils.tools.staging.archive import get_archive
+from utils.tools.staging.node_copy import prepare
+from utils.tools.staging.packages import Environment, find_environment
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Shared:
+    return make_shared(tmp_path)
+
+
+def make_copy(shared: Shared, environment: Environment | None = None, start: str = "1") -> Path:
+    archive = get_archive(environment or find_environment(str(shared.python), []), lambda text: None)
+    return Path(prepare(archive, "", [str(shared.disk)], start).path)
+
+
+def printed(copy: Path, code: str) -> str:
+    done = subprocess.run([copy / "bin" / "python", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def stage(shared: Shared, *also: str, **environ: str) -> str:
+    """The lines that a launch prints."""
+    notes: list[str] = []
+    assert distribute.stage(str(shared.python), ["n1"], "n1", environ, spares=0, one_per_host=[],
+                            stage_dir="" if environ else str(shared.disk), also=also, note=notes.append)
+    return "\n".join(notes)
+
+
+def test_torch_in_a_folder_that_is_not_staged_is_named(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = shared.folder / "module" / "site-packages"
+    module.mkdir(parents=True)
+    (shared.packages / "torch").rename(module / "torch")
+    expected = f"torch is imported from {module}, which is not staged: add --stage-also {module}"
+    (shared.packages / "shared.pth").write_text(f"{module}\n")
+    assert expected in stage(shared)
+    assert "not staged" not in stage(shared, str(module))
+    (shared.packages / "shared.pth").unlink()
+    monkeypatch.setenv("PYTHONPATH", str(module))
+    assert expected in stage(shared)
+    (shared.packages / "torch").symlink_to(module / "torch")
+    monkeypatch.delenv("PYTHONPATH")
+    assert f"is a link to {module}/torch/__init__.py, which is not staged" in stage(shared)
+
+
+def test_a_folder_of_pth_through_a_link_is_staged_with_the_option(shared: Shared) -> None:
+    (shared.folder / "home").symlink_to("source")
+    (shared.packages / "editable.pth").write_text(f"{shared.folder}/home\n")
+    copy = make_copy(shared, find_environment(str(shared.python), [str(shared.folder / "home")]))
+    assert Path(printed(copy, "import editable; print(editable.__file__)")).is_relative_to(copy)
+
+
+@pytest.mark.parametrize(("line", "is_staged"), [
+    ("./../../../../aside", False), ("heavy/../../../../../aside", False), ("../../../../aside", False),
+    ("{aside}", False), ("vendored", True), ("{packages}/vendored", True)])
+def test_lines_of_pth_files_lead_to_the_same_files(shared: Shared, line: str, is_staged: bool) -> None:
+    aside = shared.folder / "aside"
+    folder = shared.packages / "vendored" if is_staged else aside
+    folder.mkdir()
+    (folder / "found.py").write_text("")
+    (shared.packages / "more.pth").write_text(f"\n# a comment\n{line.format(aside=aside, packages=shared.packages)}\n")
+    copy = make_copy(shared)
+    found = Path(printed(copy, "import found; print(found.__file__)"))
+    assert found.is_relative_to(copy if is_staged else aside)
+    entries = printed(copy, "import sys; print(*sys.path)").split()
+    assert [entry for entry in entries if Path(entry).is_relative_to(shared.packages)] == []
+
+
+def test_what_is_added_beside_the_packages_later_is_found(shared: Shared) -> None:
+    env = shared.folder / "env"
+    copy = make_copy(shared)
+    for name in ("nltk_data", "bin/tool", "lib/data"):
+        (env / name).mkdir()
+        (env / name / "file").write_text("")
+    assert make_copy(shared, start="2") == copy
+    assert all((copy / name / "file").exists() for name in ("nltk_data", "bin/tool", "lib/data"))
+    inode = copy.stat().st_ino
+    assert make_copy(shared, start="3").stat().st_ino == inode
+    (copy / "pyvenv.cfg").unlink()
+    assert make_copy(shared, start="4").stat().st_ino != inode
+
+
+@pytest.mark.parametrize("name", ["packages", "also", "caches"])
+def test_a_folder_of_the_environment_has_any_name(shared: Shared, name: str) -> None:
+    (shared.folder / "env" / name).mkdir()
+    (shared.folder / "env" / name / "file").write_text("")
+    assert (make_copy(shared) / name / "file").exists()
+
+
+def test_lib64_of_its_own_has_the_libraries(shared: Shared) -> None:
+    lib64 = shared.folder / "env" / "lib64"
+    lib64.unlink(missing_ok=True)
+    lib64.mkdir()
+    (lib64 / "libx.so").write_text("")
+    assert (make_copy(shared) / "lib64" / "libx.so").exists()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_usercustomize_runs_where_it_did(shared: Shared, is_on: bool) -> None:
+    """In conda's environments, unlike in a venv."""
+    (shared.packages / "usercustomize.py").write_text("import sys; sys.is_customized = True\n")
+    environment = find_environment(str(shared.python), [])._replace(has_user_site=is_on)
+    assert printed(make_copy(shared, environment), "import sys; print(hasattr(sys, 'is_customized'))") == str(is_on)
+
+
+@pytest.mark.parametrize(("name", "variable", "is_said"), [
+    ("pbs.12.head", "12.head", True), ("pbs.12.head", "123.head", False), ("tmp", "12.head", False),
+    ("pbs.12.head", "", False)])
+def test_a_folder_that_ends_with_the_job_is_named(shared: Shared, name: str, variable: str, is_said: bool) -> None:
+    folder = shared.disk / name
+    folder.mkdir()
+    said = stage(shared, TMPDIR=str(folder), PBS_JOBID=variable)
+    assert (f"$TMPDIR, {folder}, is removed with the job" in said) == is_said, said
+
+
+def test_the_folder_of_a_job_with_a_kept_copy_is_not_named(shared: Shared) -> None:
+    folder = shared.disk / "pbs.12.head"
+    folder.mkdir()
+    archive: Archive = get_archive(find_environment(str(shared.python), []), lambda text: None)
+    prepare(archive, "", [str(folder)], "1")
+    assert "removed with the job" not in stage(shared, TMPDIR=str(folder), PBS_JOBID="12.head")
