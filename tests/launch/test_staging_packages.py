@@ -1,14 +1,16 @@
 """What a copy of the packages finds: paths that lead out of them, and folders that Python does not search by itself."""
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.launch.shared_packages import Shared, make_shared
-from utils.tools.staging import Archive, distribute
+from tests.launch.shared_packages import Shared, assert_one_warning, make_shared
+from utils.tools.staging import Archive, StagingError, distribute
 from utils.tools.staging.archive import get_archive
+from utils.tools.staging.imports import check_imports
 from utils.tools.staging.node_copy import prepare
 from utils.tools.staging.packages import Environment, find_environment
 
@@ -129,3 +131,55 @@ def test_the_folder_of_a_job_with_a_kept_copy_is_not_named(shared: Shared) -> No
     archive: Archive = get_archive(find_environment(str(shared.python), []), lambda text: None)
     prepare(archive, "", [str(folder)], "1")
     assert "removed with the job" not in stage(shared, TMPDIR=str(folder), PBS_JOBID="12.head")
+
+
+# What the script imports ----------------------------------------------------------------------------------------------
+
+IMPORTS = """\
+import json, heavy as also_heavy
+from os import path
+import torch.distributed, missing
+from editable import (
+    name)
+if json:
+    import optional
+"""
+
+
+def check(shared: Shared, copy: Path, script: str = IMPORTS) -> list[str]:
+    """Check a script, and return what has been imported from the copy by then."""
+    (shared.folder / "train.py").write_text(script)
+    environ = {**os.environ, "TRACE": str(shared.folder / "trace")}
+    check_imports(str(copy), ["python", str(shared.folder / "train.py")], str(shared.python), environ, environ)
+    trace = shared.folder / "trace"
+    return trace.read_text().split() if trace.exists() else []
+
+
+def test_packages_of_a_script_are_imported_once_from_a_copy(shared: Shared) -> None:
+    for name in ("heavy", "torch", "optional"):
+        (shared.packages / name).mkdir(exist_ok=True)
+        (shared.packages / name / "__init__.py").write_text(
+            f"import os\nwith open(os.environ['TRACE'], 'a') as file:\n    file.write('{name} ')\n")
+    copy = make_copy(shared)
+    assert check(shared, copy) == ["heavy", "torch"]
+    assert check(shared, copy) == ["heavy", "torch"]
+    assert check(shared, copy, f"{IMPORTS}\nimport optional\n") == ["heavy", "torch", "optional"]
+    assert make_copy(shared, start="2") == copy, "it is complete"
+
+
+@pytest.mark.parametrize("ends", ["raise ImportError('libx.so: cannot open')", "import os; os.kill(os.getpid(), 11)"])
+def test_a_package_that_a_copy_cannot_load(shared: Shared, ends: str) -> None:
+    (shared.packages / "heavy" / "__init__.py").write_text(
+        f"if not __file__.startswith({str(shared.packages)!r}):\n    {ends}\nVERSION = 1\n")
+    copy = make_copy(shared)
+    with pytest.raises(StagingError, match=r"heavy can be imported only from where it is installed: "
+                                           r"(ImportError: libx.so|exit status -11)"):
+        check(shared, copy)
+    ranks, output = shared.launch()
+    assert shared.uses_shared(ranks)
+    assert_one_warning(output, "heavy can be imported only from where it is installed")
+
+
+def test_a_package_that_cannot_be_loaded_at_all_is_not_the_fault_of_a_copy(shared: Shared) -> None:
+    (shared.packages / "heavy" / "__init__.py").write_text("raise ImportError\n")
+    check(shared, make_copy(shared))

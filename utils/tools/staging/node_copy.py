@@ -13,7 +13,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -51,27 +51,41 @@ def is_kept(key: str, folders: Sequence[str]) -> bool:
     return any(os.path.exists(os.path.join(_name(each), key, MARKER)) for each in folders)
 
 
-def prepare(archive: Archive, source: str, folders: Sequence[str], start: str) -> Prepared:
+def prepare(
+    archive: Archive,
+    source: str,
+    folders: Sequence[str],
+    start: str,
+    check: Callable[[str], None] = lambda copy: None,
+) -> Prepared:
     """Return the copy on this node; make it where there is none. Raises StagingError.
 
     The first rank of a start checks or makes it, the others wait for the result. This process, and
     the program that it becomes, keep the copy from being removed.
 
     source: the archive on this node, or "" for archive.path. start: an id of this start of the
-    ranks; a launch that restarts them checks the copy again.
+    ranks; a launch that restarts them checks the copy again. check: called with the path of a
+    complete copy; raises StagingError where it cannot be used.
     """
     problems = []
     for folder in folders:
         try:
             root = _open_root(folder)
             with locked(root, archive.key) as state:
-                return _prepare_in(root, archive, source, start, state)
+                return _prepare_in(root, archive, source, start, state, check)
         except (OSError, StagingError) as error:
             problems.append(f"{folder}: {getattr(error, 'strerror', None) or error}")
     raise StagingError("; ".join(problems))
 
 
-def _prepare_in(root: str, archive: Archive, source: str, start: str, state: int) -> Prepared:
+def _prepare_in(
+    root: str,
+    archive: Archive,
+    source: str,
+    start: str,
+    state: int,
+    check: Callable[[str], None],
+) -> Prepared:
     """Check or make the copy, under its lock. state: the file that is locked."""
     copy = os.path.join(root, archive.key)
     known = _read_state(state)
@@ -90,6 +104,7 @@ def _prepare_in(root: str, archive: Archive, source: str, start: str, state: int
                 if add_links(copy, archive.prefix):
                     write_marker(copy)
             os.utime(os.path.join(copy, MARKER))
+            check(copy)
         except (OSError, StagingError) as error:
             known = known._replace(problem=getattr(error, "strerror", None) or str(error))
         with suppress(OSError):  # the disk is full

@@ -43,8 +43,17 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
             make_folders(folders[0])
     notice = restart_notice.read()
     start = f"{order['launch']}-{notice.number if notice else 0}"
+
+    def check(copy: str) -> None:
+        from .imports import check_imports  # the other ranks need not load it
+
+        environ = dict(os.environ)
+        use(copy, archive, python, words, environ)
+        check_imports(copy, words, python, environ, os.environ)
+
     try:
-        copy = prepare(archive, _received(order["received"], archive.size), folders, start)
+        received = _received(order["received"], archive.size)
+        copy = prepare(archive, received, folders, start, check)
         words = use(copy.path, archive, python, words, os.environ)
         if os.environ.get("RANK", "0") == "0" and copy.made_in:
             _print(f"staging: {copy.path} made in {copy.made_in:.1f} s on {os.uname().nodename}")
