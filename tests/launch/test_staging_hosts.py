@@ -4,15 +4,18 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.hosts import killed_at_end
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MPIS, ROOT, Lab
 from tests.launch.shared_packages import Shared, assert_one_warning, make_shared
@@ -184,6 +187,47 @@ def test_a_host_without_room_for_the_archive(lab: Lab, shared: Shared, by_mpi: C
     staged, output = by_mpi("mpich5")
     assert staged == [True] * 2 and "sent the archive to 2 nodes" in output and "warning" not in output, output
     assert "not written on h2: no room for the archive" in output, output
+
+
+def of_broadcast(shared: Shared) -> list[int]:
+    """The processes that send the archive, and those that have started them."""
+    mine = f"broadcast import main.*{shared.disk}/"
+    return [int(pid) for pid in subprocess.run(["pgrep", "-f", mine], capture_output=True, text=True).stdout.split()]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("by", ["mpich5", "openmpi5"])
+def test_a_launch_killed_while_it_sends_leaves_nothing(lab: Lab, shared: Shared, by: str, name: str,
+                                                       own_disks: Callable[[], dict[str, Path]]) -> None:
+    (shared.packages / "heavy" / "data").write_bytes(os.urandom(300 << 20))
+    (shared.folder / "nodes").write_text("h1\nh2\n")
+    path = ":".join([str(lab.need(MPIS[by][0]).parent), str(lab.ssh.parent), "/usr/bin:/bin"])
+    env = {"PATH": path, "PBS_JOBID": "1.lab", "PBS_NODEFILE": str(shared.folder / "nodes"), **lab.mpi4py(by)}
+    launch = lab.hosts.popen("h1", ["env", "-C", str(shared.folder), *shared.words("--independent")], env=env,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def receives(pid: int) -> bool:
+        try:
+            files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+        except OSError:
+            return False
+        return any(file.startswith(f"{shared.disk}/") for file in files)
+
+    with killed_at_end(launch):
+        limit = time.monotonic() + 60
+        while not (receiving := list(filter(receives, of_broadcast(shared)))):
+            assert launch.poll() is None and time.monotonic() < limit
+        os.kill(receiving[0], signal.SIGSTOP)  # the archive is not complete
+        launch.send_signal(signal.Signals[name])
+        launch.wait(60)
+        for pid in receiving:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        limit = time.monotonic() + 30
+        while left := of_broadcast(shared):
+            assert time.monotonic() < limit, left
+            time.sleep(0.1)
+    assert [path.name for root in own_disks().values() for path in root.parent.iterdir()] == []
 
 
 @pytest.mark.parametrize(("by", "mpiexec", "expected"), [

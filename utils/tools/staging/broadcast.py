@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from ...host.trust import make_folders
@@ -26,8 +27,10 @@ _POLL_SECONDS = 0.001
 def main(order: Mapping[str, Any]) -> None:
     """Read the archive on the first node, and write it on the others.
 
-    A node without room takes part, and writes nothing. Anything else that goes wrong is printed:
-    ddpkit launch then ends the processes of all nodes, which may wait for this one in MPI.
+    A node without room takes part, and writes nothing. A file has a name only once all nodes have
+    all of it: a launch that is killed meanwhile leaves none.
+    Anything else that goes wrong is printed: ddpkit launch then ends the processes of all nodes,
+    which may wait for this one in MPI.
 
     order: archive, stage_dir; target: where to write; hosts: their number; seconds: for all.
     """
@@ -79,10 +82,14 @@ def _broadcast(world: Any, archive: Archive, order: Mapping[str, Any]) -> None:
             except OSError as error:
                 _print(NOT_WRITTEN, str(error.strerror))
                 os.close(file)
-                os.unlink(target)
+                with suppress(FileNotFoundError):
+                    os.unlink(target)
                 file = None
     for send in sends.values():
         _wait(send)
+    _wait(world.Ibarrier())
+    if rank and file is not None:
+        _give_name(file, target)
 
 
 def _wait(request: Any) -> None:
@@ -101,10 +108,24 @@ def _create(archive: Archive, order: Mapping[str, Any]) -> int | None:
             return None
         if free_bytes(folder) < archive.size + needed_bytes(archive):
             raise OSError(errno.ENOSPC, "no room for the archive beside the copy")
+        with suppress(OSError):  # some network file systems have no files without a name
+            return os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o600)
         return os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         _print(NOT_WRITTEN, str(error.strerror))
         return None
+
+
+def _give_name(file: int, target: str) -> None:
+    if os.fstat(file).st_nlink:
+        return
+    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.link(str(file), target, src_dir_fd=folder)  # follows the link there only with a folder
+    except OSError as error:
+        _print(NOT_WRITTEN, str(error.strerror))
+    finally:
+        os.close(folder)
 
 
 def _read(file: int, chunk: memoryview) -> None:

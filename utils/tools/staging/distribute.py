@@ -6,6 +6,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ _PROBE_SECONDS = 60.0
 MPI_SECONDS = 60.0  # to start a process on each node; and for the archive:
 _SLOW_BYTES_PER_SECOND = 25e6
 END_SECONDS = 10.0
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _SHOWN = 8  # nodes in a message
 _NOT_OF_RANKS = (FAILURE_FILE, exclude_file.VARIABLE)  # its failure is not that of the ranks
 
@@ -107,6 +109,7 @@ def on_spares(words: Sequence[str], starter: Sequence[str]) -> Iterator[None]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=_ends_with_parent(),
     )
     try:
         yield
@@ -166,6 +169,7 @@ def _send_by_mpi(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                preexec_fn=_ends_with_parent(),
             ) as process,
         ):
             try:
@@ -184,6 +188,22 @@ def _send_by_mpi(
     skipped = f"; not written on {', '.join(without[:_SHOWN])}" if without else ""
     taken = time.monotonic() - start
     note(f"staging: MPI has sent the archive to {hosts} nodes, {taken:.1f} s{skipped}")
+
+
+def _ends_with_parent() -> Callable[[], None]:
+    """Return what a child calls to receive SIGTERM when this process ends, even by SIGKILL."""
+    import ctypes  # slow to load, and seldom needed
+
+    parent = os.getpid()
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # macOS has none
+
+    def end_with_parent() -> None:
+        if prctl is not None:
+            prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return end_with_parent
 
 
 def _read_output(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
@@ -233,7 +253,7 @@ def _send_by_sbcast(
     # that of one link, which is least for 3. Slurm's default is 8 or more.
     words = [program, "--force", "--fanout=3", archive.path, target]
     try:
-        done = subprocess.run(words, capture_output=True, text=True)
+        done = subprocess.run(words, capture_output=True, text=True, preexec_fn=_ends_with_parent())
         problem = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     except OSError as error:
         done, problem = None, str(error)
