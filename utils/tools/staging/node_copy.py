@@ -93,7 +93,7 @@ def _prepare_in(
         known = _State(start)
         try:
             if os.fstatvfs(state).f_flag & os.ST_NOEXEC:
-                raise StagingError("libraries cannot be loaded from it (it is mounted noexec)")
+                raise StagingError("it is mounted noexec: no library can be loaded from it")
             if not is_complete(copy):
                 began = time.monotonic()
                 from .unpack import make
