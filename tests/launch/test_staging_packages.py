@@ -146,11 +146,12 @@ if json:
 """
 
 
-def check(shared: Shared, copy: Path, script: str = IMPORTS) -> list[str]:
+def check(shared: Shared, copy: Path, script: str = IMPORTS, words: tuple[str, ...] = ()) -> list[str]:
     """Check a script, and return what has been imported from the copy by then."""
     (shared.folder / "train.py").write_text(script)
     environ = {**os.environ, "TRACE": str(shared.folder / "trace")}
-    check_imports(str(copy), ["python", str(shared.folder / "train.py")], str(shared.python), environ, environ)
+    words = words or ("python", str(shared.folder / "train.py"))
+    check_imports(str(copy), words, str(shared.python), environ, environ)
     trace = shared.folder / "trace"
     return trace.read_text().split() if trace.exists() else []
 
@@ -165,6 +166,14 @@ def test_packages_of_a_script_are_imported_once_from_a_copy(shared: Shared) -> N
     assert check(shared, copy) == ["heavy", "torch"]
     assert check(shared, copy, f"{IMPORTS}\nimport optional\n") == ["heavy", "torch", "optional"]
     assert make_copy(shared, start="2") == copy, "it is complete"
+
+
+def test_a_module_is_a_script_too(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shared.packages / "heavy" / "__init__.py").write_text("import os\nopen(os.environ['TRACE'], 'w').write('heavy')\n")
+    (shared.folder / "package").mkdir()
+    (shared.folder / "package" / "train.py").write_text("import heavy\n")
+    monkeypatch.chdir(shared.folder)
+    assert check(shared, make_copy(shared), words=("python", "-m", "package.train", "--lr", "1")) == ["heavy"]
 
 
 @pytest.mark.parametrize("ends", ["raise ImportError('libx.so: cannot open')", "import os; os.kill(os.getpid(), 11)"])

@@ -42,6 +42,8 @@ def check_imports(
     copy; own: of one without.
     """
     script = next((word for word in words if word.endswith(".py")), "")
+    if not script and "-m" in words[:-1]:
+        script = f"{words[words.index('-m') + 1].replace('.', '/')}.py"
     known: list[str] = []
     with suppress(OSError), open(os.path.join(copy, _IMPORTED), encoding="utf-8") as file:
         known = file.read().split()
