@@ -66,6 +66,11 @@ class WatchedGroup:
         """Report what ends this rank, and print its traceback; False where both were done."""
         return self._shutdown.report(error)
 
+    def at_exit(self) -> None:
+        """End with the process: what atexit gets while it runs its functions is not called."""
+        if effects.may_have("atexit"):
+            self._shutdown.at_exit()
+
 
 def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGroup | None:
     """Watch the default group; None where its ranks are not those of the launch.

@@ -62,6 +62,35 @@ def test_an_unchanged_script(by: tuple[str, ...], fault: str, last: str, tmp_pat
     assert done.stderr.count("Traceback") == 2 * (fault == "raise") or fault in ("hang", "kill", "raise")
 
 
+EXITS = PLAIN.replace("            if fault", """            if fault == "handled":  # as Hydra and click
+                try:
+                    raise ValueError("bad sample 17")
+                except ValueError as error:
+                    print("Error executing job:", error)
+                    sys.exit(1)
+            if fault == "status":
+                sys.exit(3)
+            if fault == "left":
+                sys.exit()
+            if fault == "caught":
+                try:
+                    sys.exit(3)
+                except SystemExit:
+                    pass
+            if fault""", 1)
+LEFT = r"(.* and )?rank 1 on \S+ left by sys\.exit\(\) at \S*train\.py, line 19, in main.*"
+
+
+@pytest.mark.parametrize(("fault", "status", "last"), [
+    ("handled", 1, RAISED), ("status", 3, r"rank 1 on \S+ failed: SystemExit: 3.*"), ("left", 1, LEFT),
+    ("caught", 0, "2 ranks on .*")])
+def test_an_unchanged_script_that_calls_exit(fault: str, status: int, last: str, tmp_path: Path) -> None:
+    done = run(tmp_path, *LAUNCH, "-n", "2", "train.py", fault, script=EXITS)
+    said = [line for line in done.stderr.splitlines() if line.startswith("ddpkit launch: ")]
+    assert re.fullmatch(f"ddpkit launch: {last}", said[-1]) and done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
 def test_torchrun_with_a_watch_around_it(tmp_path: Path) -> None:
     done = run(tmp_path, *WATCH, *TORCHRUN, "train.py", "hang")
     assert done.returncode == 1 and re.search(f"^{HUNG}", done.stderr, re.MULTILINE), done.stderr

@@ -30,6 +30,7 @@ from ..launch_error import LaunchError
 from ..launch_report import EXIT_REQUEUE, Failure, report_first_cause
 from ..launchers.launcher import Placement
 from ..log import get_logger
+from . import exit_calls
 from .counts import entered_collectives
 from .monitor import Monitor
 
@@ -94,9 +95,10 @@ class Shutdown:
     def register_hooks(self) -> None:
         """Report also what ends a program without a with statement: exceptions and sys.exit()."""
         if effects.may_have("atexit"):
-            atexit.register(self._at_exit)
+            atexit.register(self.at_exit)
         if not effects.may_have("excepthook"):
             return
+        exit_calls.record()
         previous = sys.excepthook
 
         def hook(
@@ -111,7 +113,8 @@ class Shutdown:
 
     def _remove_hooks(self) -> None:
         """Take the hooks back, as far as nobody has added others since."""
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.at_exit)
+        exit_calls.stop()
         if self._hook is not None and sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
 
@@ -154,10 +157,11 @@ class Shutdown:
 
         gloo.wait_for_threads()
 
-    def report(self, error: BaseException) -> bool:
+    def report(self, error: BaseException, *, printed: bool = False) -> bool:
         """Print why this rank stops, once, and report it to the other ranks; return whether it did.
 
         The connections are still open: no other rank has noticed yet, so a traceback comes first.
+        printed: the script has printed it already.
         """
         if self._closed or _is_orderly(error) or getattr(error, _REPORTED, False):
             return False
@@ -197,7 +201,7 @@ class Shutdown:
 
         # Where an exit was called explains nothing.
         is_exit = isinstance(error, SystemExit | KeyboardInterrupt)
-        if not is_exit and not another_rank_shows_it:
+        if not (printed or is_exit or another_rank_shows_it):
             sys.stderr.write("".join(traceback.format_exception(error)))
         if not first:  # else launch.py prints it, or one of the ranks
             sys.stderr.write(f"{message}\n")
@@ -254,10 +258,15 @@ class Shutdown:
             self.store.set_timeout(timedelta(seconds=3))
             self.store.set(_FAILED_KEY, "")
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
         """Record the exit for waiting ranks: without a with statement they would not see it."""
         if not self._closed:
             how = "ended its program (by its last line or sys.exit())"
+            call = exit_calls.last_exit()
+            if call is not None:
+                how = f"left by sys.exit() at {call.place}"
+                if call.status not in _ORDERLY_EXITS:
+                    self.report(call.handled or SystemExit(call.status), printed=True)
             self._leave(self._departure(how), how)
         # The end of NCCL might wait for ranks that are still at work; the process's end does not.
         if self._backend == "gloo":

@@ -122,12 +122,19 @@ def _wrap(module):
     import functools
 
     start, end = module.init_process_group, module.destroy_process_group
-    atexit.register(lambda: _current and _current[0].wait())
+
+    def end_with_process():
+        watched = _current[0].wait() if _current else None
+        if watched is not None:
+            watched.at_exit()
+
+    atexit.register(end_with_process)
 
     @functools.wraps(start)
     def init_process_group(*args, **kwargs):
         result = start(*args, **kwargs)
         if module.is_initialized() and module.get_world_size() > 1 and not _current:
+            _record_exits()
             place = module.get_rank(), module.get_world_size(), module.get_backend()
             _current.append(_Watch(module._get_default_store(), *place))
         return result
@@ -145,6 +152,14 @@ def _wrap(module):
     destroy_process_group.without_watch = end
     module.init_process_group = init_process_group
     module.destroy_process_group = destroy_process_group
+
+
+def _record_exits():
+    """See also a script that ends while its watch is being set up."""
+    try:
+        _load("monitor.exit_calls").record()
+    except Exception:  # without the line of sys.exit() then
+        pass
 
 
 def _report_exceptions():
