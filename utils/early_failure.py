@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from .launch_report import EARLY, Failure, send
+from .launch_report import EARLY, Failure, describe, send
 from .launchers.rank_variables import LAUNCH_RANK
 
 
@@ -15,10 +15,8 @@ def report(error: Exception) -> None:
     if not text.isdecimal():
         return
     rank, host = int(text), socket.gethostname()
-    name, what = type(error).__name__, str(error).strip()
-    description = (f"{name}: {what}" if what else name).splitlines()[0][:300]
     send(
         EARLY,
         os.environ,
-        Failure(f"rank {rank} on {host} failed: {description}", "exception", rank, host),
+        Failure(f"rank {rank} on {host} failed: {describe(error)}", "exception", rank, host),
     )

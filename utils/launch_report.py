@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,6 +19,7 @@ VARIABLE = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.p
 ROLE = "notice"
 _SECONDS = 5.0  # for the connection, and until launch.py has the notice
 _LONGEST_CAUSE = 2000
+_LONGEST_DESCRIPTION = 300  # characters
 FAILURE_FILE = "DDPKIT_FAILURE_FILE"  # where a line about what failed first goes, for programs
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: all have saved, another job is to continue
 FAILURE = "ddpkit-failure "  # the beginning of the line about what failed first; JSON follows
@@ -63,6 +65,23 @@ class Failure(NamedTuple):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no standard error
             sys.stderr.write(line)
             sys.stderr.flush()
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line: "ValueError: bad sample 17".
+
+    The text of an error that another process has passed on ends with the traceback there, and
+    begins with what everybody knows: "Caught ValueError in DataLoader worker process 0.", or of
+    mp.spawn(), "-- Process 1 terminated with the following error:". The line then has both.
+    """
+    name, text = type(error).__name__, str(error).strip()
+    first = (f"{name}: {text}" if text else name).splitlines()[0]
+    _, found, trace = text.rpartition("Traceback (most recent call last):")
+    causes = re.findall(r"^[A-Za-z_][\w.]*(?:: .+)?$", trace, re.MULTILINE) if found else []
+    if causes:
+        cause = re.sub(r"\A(\w+\.)+(?=\w+(:|\Z))", "", causes[0])
+        first = f"{first.replace(': -- ', ': ').rstrip(' .:')}: {cause}"
+    return first[:_LONGEST_DESCRIPTION]
 
 
 _NONE = Failure("", "")

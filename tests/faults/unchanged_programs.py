@@ -26,7 +26,7 @@ def main():
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print("loss", rank, loss.item().hex(), flush=True)
+    print(f"loss {rank} {loss.item().hex()}\\n", end="", flush=True)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -51,7 +51,7 @@ for step in range(6):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-print("loss", rank, loss.item().hex(), flush=True)
+print(f"loss {rank} {loss.item().hex()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
@@ -79,7 +79,7 @@ model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=16, n_embd=32, n_
 args = TrainingArguments("out", per_device_train_batch_size=4, max_steps=6, report_to=[], use_cpu=True,
                          save_strategy="no", logging_strategy="no", disable_tqdm=True)
 done = Trainer(model, args, train_dataset=Words(), callbacks=[Callback()]).train()
-print("loss", args.process_index, done.training_loss.hex(), flush=True)
+print(f"loss {args.process_index} {done.training_loss.hex()}\\n", end="", flush=True)
 """
 
 LIGHTNING = """\
@@ -109,7 +109,7 @@ trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="STRATEGY", m
                             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 model = Model()
 trainer.fit(model, data)
-print("loss", trainer.global_rank, model.loss.item().hex(), flush=True)
+print(f"loss {trainer.global_rank} {model.loss.item().hex()}\\n", end="", flush=True)
 """
 
 ACCELERATE = """\
@@ -131,7 +131,7 @@ for step, (inputs,) in enumerate(data):
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-print("loss", rank, accelerator.gather(loss).mean().item().hex(), flush=True)
+print(f"loss {rank} {accelerator.gather(loss).mean().item().hex()}\\n", end="", flush=True)
 accelerator.end_training()
 """
 
@@ -200,7 +200,7 @@ while True:
     step += 1
     if step > 6:
         break
-print("loss", rank, loss.item().hex(), flush=True)
+print(f"loss {rank} {loss.item().hex()}\\n", end="", flush=True)
 if ddp:
     dist.destroy_process_group()
 """
@@ -251,7 +251,7 @@ class Recipe:
         while self.step < 6:
             loss = self.train_step()
             self.step += 1
-        print("loss", dist.get_rank(), loss.item().hex(), flush=True)
+        print(f"loss {dist.get_rank()} {loss.item().hex()}\\n", end="", flush=True)
 
     def close(self):
         dist.destroy_process_group()
@@ -340,7 +340,7 @@ def main():
         sampler.set_epoch(epoch)
         train_one_epoch(model, criterion, optimizer, data_loader, rank)
         loss = evaluate(model, criterion, data_loader)
-    print("loss", rank, loss.hex(), flush=True)
+    print(f"loss {rank} {loss.hex()}\\n", end="", flush=True)
 
 if __name__ == "__main__":
     main()
@@ -367,7 +367,7 @@ def worker(local, node, port):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print("loss", rank, loss.item().hex(), flush=True)
+    print(f"loss {rank} {loss.item().hex()}\\n", end="", flush=True)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -396,7 +396,7 @@ def main(config):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print("loss", rank, loss.item().hex(), flush=True)
+    print(f"loss {rank} {loss.item().hex()}\\n", end="", flush=True)
     dist.destroy_process_group()
 
 if __name__ == "__main__":

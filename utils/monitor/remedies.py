@@ -17,7 +17,7 @@ _REMEDIES = (
     (
         r"trying to initialize the default process group twice",
         "the process group exists already",
-        "Leave out init_process_group(): setup_distributed() did it",
+        "Leave out init_process_group(): setup_distributed() or an earlier call did it",
     ),
     # "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB ..."
     (

@@ -27,7 +27,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from .. import effects
 from ..host import process
 from ..launch_error import LaunchError
-from ..launch_report import EXIT_REQUEUE, Failure, report_first_cause
+from ..launch_report import EXIT_REQUEUE, Failure, describe, report_first_cause
 from ..launchers.launcher import Placement
 from ..log import get_logger
 from . import exit_calls
@@ -169,7 +169,7 @@ class Shutdown:
             setattr(error, _REPORTED, True)
 
         name, text = type(error).__name__, str(error).strip()
-        description = (f"{name}: {text}" if text else name).splitlines()[0][:300]
+        description = describe(error)
         from .remedies import add_remedy  # only a failure needs it
 
         description = add_remedy(description, text)
