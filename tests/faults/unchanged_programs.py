@@ -105,11 +105,38 @@ class Model(lightning.LightningModule):
 
 lightning.seed_everything(0)
 data = DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=4)
-trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="STRATEGY", max_epochs=1, logger=False,
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
                             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 model = Model()
 trainer.fit(model, data)
 print(f"loss {trainer.global_rank} {model.loss.item().hex()}\\n", end="", flush=True)
+"""
+
+FABRIC = """\
+import os, signal, sys, time
+import lightning
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+def main():
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    rank = fabric.global_rank
+    fabric.seed_everything(0)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    data = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=4))
+    for step, (inputs,) in enumerate(data):
+        # FAULT
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+    print(f"loss {rank} {fabric.all_reduce(loss).item().hex()}\\n", end="", flush=True)
+
+if __name__ == "__main__":
+    main()
 """
 
 ACCELERATE = """\
@@ -415,7 +442,7 @@ PROGRAMS = {
     "hydra": HYDRA,
     "accelerate": ACCELERATE,
     "trainer": TRAINER,
-    "lightning": LIGHTNING.replace("STRATEGY", "ddp"),
-    "lightning-fsdp": LIGHTNING.replace("STRATEGY", "fsdp"),
+    "lightning": LIGHTNING,
+    "fabric": FABRIC,
     "vision": VISION,
 }

@@ -68,6 +68,9 @@ EXITS = PLAIN.replace("            if fault", """            if fault == "handle
                 except ValueError as error:
                     print("Error executing job:", error)
                     sys.exit(1)
+            if fault == "hook":  # as rich.traceback.install()
+                sys.excepthook = lambda kind, error, trace: print("pretty", error)
+                raise ValueError("bad sample 17")
             if fault == "status":
                 sys.exit(3)
             if fault == "left":
@@ -78,12 +81,12 @@ EXITS = PLAIN.replace("            if fault", """            if fault == "handle
                 except SystemExit:
                     pass
             if fault""", 1)
-LEFT = r"(.* and )?rank 1 on \S+ left by sys\.exit\(\) at \S*train\.py, line 19, in main.*"
+LEFT = r"(.* and )?rank 1 on \S+ left by sys\.exit\(\) at \S*train\.py, line 22, in main.*"
 
 
 @pytest.mark.parametrize(("fault", "status", "last"), [
-    ("handled", 1, RAISED), ("status", 3, r"rank 1 on \S+ failed: SystemExit: 3.*"), ("left", 1, LEFT),
-    ("caught", 0, "2 ranks on .*")])
+    ("handled", 1, RAISED), ("hook", 1, RAISED), ("status", 3, r"rank 1 on \S+ failed: SystemExit: 3.*"),
+    ("left", 1, LEFT), ("caught", 0, "2 ranks on .*")])
 def test_an_unchanged_script_that_calls_exit(fault: str, status: int, last: str, tmp_path: Path) -> None:
     done = run(tmp_path, *LAUNCH, "-n", "2", "train.py", fault, script=EXITS)
     said = [line for line in done.stderr.splitlines() if line.startswith("ddpkit launch: ")]

@@ -262,6 +262,9 @@ class Shutdown:
         """Record the exit for waiting ranks: without a with statement they would not see it."""
         if not self._closed:
             how = "ended its program (by its last line or sys.exit())"
+            # Python keeps the error for debuggers; a hook of the script may have only printed it.
+            if error := getattr(sys, "last_value", None):
+                self.report(error, printed=True)
             call = exit_calls.last_exit()
             if call is not None:
                 how = f"left by sys.exit() at {call.place}"
