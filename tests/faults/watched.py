@@ -43,7 +43,7 @@ FAULTS = {
 }
 CLOSING = {  # {line}: that of the fault
     "raise": r"rank 1 on \S+ failed: ValueError: bad sample 17",
-    "kill": r"rank 1 on \S+ was ended by SIGKILL",
+    "kill": r"rank 1 (on \S+ )?was ended by SIGKILL",
     "sleep": r"rank 1 on \S+ .*did not enter .*train\.py, line {line}\b",
     "skip": r"(rank 1 on |(?=.*cannot be told)).*train\.py, line {line}\b",
     "early": r"(.* and )?rank 1 on \S+ left by sys\.exit\(\) at .*train\.py, line {line}\b",
@@ -145,6 +145,8 @@ def judge(program: str, mode: str, line: int, run: Run, without: Run | None) -> 
         return f"left behind: {run.left}"
     if "are not watched" in run.stderr:
         return "not watched: " + next(text for text in run.stderr.splitlines() if "not watched" in text)
+    if (program == "spawn") != ("--hang-timeout does not apply" in run.stderr):
+        return "it is not said whether --hang-timeout applies"
     if mode == "ok":
         if run.status or len(run.losses) < 2:
             return f"exit status {run.status}: {run.closing}"

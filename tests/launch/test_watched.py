@@ -75,18 +75,24 @@ EXITS = PLAIN.replace("            if fault", """            if fault == "handle
                 sys.exit(3)
             if fault == "left":
                 sys.exit()
+            if fault == "returned":  # as from a function with torch's @record
+                try:
+                    sys.exit(0)
+                except SystemExit:
+                    td.destroy_process_group()
+                    return
             if fault == "caught":
                 try:
                     sys.exit(3)
                 except SystemExit:
                     pass
             if fault""", 1)
-LEFT = r"(.* and )?rank 1 on \S+ left by sys\.exit\(\) at \S*train\.py, line 22, in main.*"
+LEFT = r"(.* and )?rank 1 on \S+ left by sys\.exit\(\) at \S*train\.py, line \d+, in main.*"
 
 
 @pytest.mark.parametrize(("fault", "status", "last"), [
     ("handled", 1, RAISED), ("hook", 1, RAISED), ("status", 3, r"rank 1 on \S+ failed: SystemExit: 3.*"),
-    ("left", 1, LEFT), ("caught", 0, "2 ranks on .*")])
+    ("left", 1, LEFT), ("returned", 1, LEFT), ("caught", 0, "2 ranks on .*")])
 def test_an_unchanged_script_that_calls_exit(fault: str, status: int, last: str, tmp_path: Path) -> None:
     done = run(tmp_path, *LAUNCH, "-n", "2", "train.py", fault, script=EXITS)
     said = [line for line in done.stderr.splitlines() if line.startswith("ddpkit launch: ")]
@@ -154,6 +160,29 @@ def test_only_the_rank_itself_is_watched_and_each_of_its_groups(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert [json.loads(line) for line in done.stdout.splitlines()] == 2 * [[[False] * 4, "False"]]
     assert done.stderr.count("are watched") == 3 and "not watched" not in done.stderr, done.stderr
+
+
+GROUP_OF_CHILDREN = """
+import os, torch, torch.distributed as td, torch.multiprocessing as mp
+
+def work(local, port):
+    td.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=local, world_size=2)
+    td.all_reduce(torch.ones(1))
+    td.destroy_process_group()
+
+if __name__ == "__main__":
+    port = 20000 + os.getpid() % 9000
+    mp.start_processes(work, (port,), nprocs=2, start_method="METHOD")
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_group_of_children_is_left_alone(method: str, tmp_path: Path) -> None:
+    """Its ranks have the numbers of those of the launch, but are others."""
+    script = GROUP_OF_CHILDREN.replace("METHOD", method)
+    done = run(tmp_path, *LAUNCH, "-n", "1", "--hang-timeout", "60", "train.py", script=script)
+    assert done.returncode == 0 and "are watched" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("--hang-timeout does not apply to it") == 1, done.stderr
 
 
 @pytest.mark.parametrize("off", [("--no-watch",), ("--independent",), ()], ids=["option", "independent", "variable"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch.distributed as dist
 
 
@@ -35,7 +37,12 @@ def group_timeout(group: dist.ProcessGroup | None) -> float | None:
 
 def sequence_number(group: dist.ProcessGroup) -> int | None:
     """Return how many collectives of a group this rank has entered; None where not counted."""
-    try:
+    errors = (AttributeError, RuntimeError, ValueError)
+    with contextlib.suppress(*errors):
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError, ValueError):
-        return None
+    # "ProcessGroup undefined does not yet support sequence numbers": init_process_group("cpu:gloo")
+    # or "cpu:gloo,cuda:nccl". There each device's backend counts; two devices may have the same.
+    with contextlib.suppress(*errors):
+        backends = {group._get_backend(device) for device in group._device_types}
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
+    return None

@@ -122,12 +122,12 @@ class Shutdown:
         """Leave the with statement: report `error`, if there is one, and close."""
         if error is not None:
             self.report(error)
-        how = _LEFT
+        how = ""
         if error is not None:
             how = f"left by {_place_of(error, 'sys.exit()')}"
         self.close(orderly=error is None or _is_orderly(error), how=how)
 
-    def close(self, *, orderly: bool = True, how: str = _LEFT) -> None:
+    def close(self, *, orderly: bool = True, how: str = "") -> None:
         """Leave the other ranks and destroy the process group; a second call does nothing.
 
         orderly: the other ranks are expected to close, too. The end of NCCL waits for the ranks
@@ -137,6 +137,7 @@ class Shutdown:
         if self._closed:
             return
         self._closed = True
+        how = how or _describe_leaving(_LEFT)
         self._leave(self._departure(how), how)
         if not self._owns_group:
             self.store = HashStore()  # a group of this process may begin a store at the same port
@@ -261,15 +262,13 @@ class Shutdown:
     def at_exit(self) -> None:
         """Record the exit for waiting ranks: without a with statement they would not see it."""
         if not self._closed:
-            how = "ended its program (by its last line or sys.exit())"
             # Python keeps the error for debuggers; a hook of the script may have only printed it.
             if error := getattr(sys, "last_value", None):
                 self.report(error, printed=True)
             call = exit_calls.last_exit()
-            if call is not None:
-                how = f"left by sys.exit() at {call.place}"
-                if call.status not in _ORDERLY_EXITS:
-                    self.report(call.handled or SystemExit(call.status), printed=True)
+            if call is not None and call.status not in _ORDERLY_EXITS:
+                self.report(call.handled or SystemExit(call.status), printed=True)
+            how = _describe_leaving("ended its program (by its last line or sys.exit())")
             self._leave(self._departure(how), how)
         # The end of NCCL might wait for ranks that are still at work; the process's end does not.
         if self._backend == "gloo":
@@ -305,6 +304,12 @@ def _place_of(error: BaseException, call: str = "") -> str:
         "",
     )
     return f"{call or f'{name}()'} at {place}"
+
+
+def _describe_leaving(otherwise: str) -> str:
+    """Return how this rank leaves; torch's @record goes on after a sys.exit() in its function."""
+    call = exit_calls.last_exit()
+    return f"left by sys.exit() at {call.place}" if call is not None else otherwise
 
 
 def _is_orderly(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ import sys
 
 WATCH = "DDPKIT_WATCH"  # the folder of the kit's package
 CLAIM = "DDPKIT_WATCHED"  # "PID RUN_ID/LOCAL_RANK": the process that is the rank, and not a child
+HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds; "0" for none
 _MODULE = "torch.distributed.distributed_c10d"
 _PACKAGE = "_ddpkit_watch"
 _LONGEST_SECONDS = 5.0  # that the end of a rank waits for a watch that is being set up
@@ -42,6 +43,11 @@ def _claim(environ):
     if is_rank:
         environ[CLAIM] = f"{os.getpid()} {run}"
     return is_rank
+
+
+def _is_rank():
+    """Return whether this process is the rank that was claimed, and not one that it has forked."""
+    return os.environ.get(CLAIM, "").partition(" ")[0] == str(os.getpid())
 
 
 def _load(name):
@@ -124,7 +130,7 @@ def _wrap(module):
     start, end = module.init_process_group, module.destroy_process_group
 
     def end_with_process():
-        watched = _current[0].wait() if _current else None
+        watched = _current[0].wait() if _current and _is_rank() else None
         if watched is not None:
             watched.at_exit()
 
@@ -133,7 +139,11 @@ def _wrap(module):
     @functools.wraps(start)
     def init_process_group(*args, **kwargs):
         result = start(*args, **kwargs)
-        if module.is_initialized() and module.get_world_size() > 1 and not _current:
+        if not module.is_initialized() or module.get_world_size() < 2:
+            return result
+        if not _is_rank():
+            _say_unwatched(module.get_rank(), module.get_world_size())
+        elif not _current:
             _record_exits()
             place = module.get_rank(), module.get_world_size(), module.get_backend()
             _current.append(_Watch(module._get_default_store(), *place))
@@ -141,7 +151,7 @@ def _wrap(module):
 
     @functools.wraps(end)
     def destroy_process_group(group=None):
-        if _current and (group is None or group is module.group.WORLD):
+        if _current and _is_rank() and (group is None or group is module.group.WORLD):
             watched = _current.pop().wait()
             if watched is not None:
                 watched.close()
@@ -152,6 +162,15 @@ def _wrap(module):
     destroy_process_group.without_watch = end
     module.init_process_group = init_process_group
     module.destroy_process_group = destroy_process_group
+
+
+def _say_unwatched(rank, world_size):
+    """Say that a limit does not count in a group of children, as mp.spawn() starts them."""
+    if rank == 0 and os.environ.get(HANG_TIMEOUT, "0") != "0":
+        sys.stderr.write(
+            f"ddpkit: the group of {world_size} processes that a rank has started, as by "
+            "mp.spawn(), is not watched: --hang-timeout does not apply to it\n"
+        )
 
 
 def _record_exits():
@@ -181,8 +200,12 @@ def _report_exceptions():
 
 
 def _main():
-    if os.environ.get(WATCH) and _claim(os.environ):
+    if not os.environ.get(WATCH):
+        return
+    is_rank = _claim(os.environ)
+    if is_rank or os.environ.get(HANG_TIMEOUT):
         sys.meta_path.insert(0, _Finder())
+    if is_rank:
         _report_exceptions()
 
 
