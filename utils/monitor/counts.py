@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch.distributed as dist
 
@@ -43,6 +44,6 @@ def sequence_number(group: dist.ProcessGroup) -> int | None:
     # "ProcessGroup undefined does not yet support sequence numbers": init_process_group("cpu:gloo")
     # or "cpu:gloo,cuda:nccl". There each device's backend counts; two devices may have the same.
     with contextlib.suppress(*errors):
-        backends = {group._get_backend(device) for device in group._device_types}
+        backends: set[Any] = {group._get_backend(device) for device in group._device_types}
         return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
     return None
