@@ -6,6 +6,7 @@ import grp  # the child of trusts() may not read the file of this module
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -20,11 +21,14 @@ from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
 from utils.host.trust import NotTrusted, may_trust
 from utils.launch_error import LaunchError
 from utils.launchers import Placement
+from utils.monitor.hang_report import write_hang_report
 from utils.startup import secret
 from utils.tools.launch.host_readiness import ReservedPort
+from utils.tools.schedulers.job_spec import Job
 from utils.tools.staging import ALSO, PACKAGES, Archive, StagingError
 from utils.tools.staging.archive import line_of
 from utils.tools.staging.unpack import make
+from utils.tools.submission import submissions as records
 from utils.tools.submission.submissions import git_state
 
 __all__ = ["grp", "machine"]
@@ -409,3 +413,22 @@ def test_settings_of_a_clone_run_nothing(tmp_path: Path, setting: str) -> None:
     state = git_state(clone)
     assert state is not None and state["dirty"] is True
     assert not (tmp_path / "ran").exists()
+
+
+def test_submission_of_another_user_is_neither_listed_nor_found(machine: Machine) -> None:
+    jobs = machine.make("jobs-out", VICTIM)
+    jobs.chmod(0o1777)
+    for user, job_id in ((VICTIM, "11"), (ATTACKER, "12")):
+        folder = machine.make(f"jobs-out/train-{job_id}", user)
+        records.write(folder, records.new_record(Job(("train.py",)), "pbs", "x"), [job_id])
+        for path in (folder, folder / records.FILE):
+            os.chown(path, user, -1)
+    assert [record.job_ids for record in records.read_all(jobs)] == [("11",)]
+
+
+def test_hang_report_follows_no_link(machine: Machine) -> None:
+    """Its folder is hang-DATE-TIME in the working folder, which others may foresee."""
+    folder, theirs = machine.make("hang-20261129-120000", ATTACKER), machine.write(machine.folder / "own", "x", VICTIM)
+    (folder / f"rank0-{socket.gethostname()}.txt").symlink_to(theirs)
+    write_hang_report(0, str(folder), "the ranks hang")
+    assert theirs.read_text() == "x"

@@ -28,7 +28,8 @@ def write_hang_report(rank: int, folder: str, cause: str) -> None:
     if folder:
         try:
             os.makedirs(folder, exist_ok=True)
-            with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+            # "x" follows no link that another user has put there: the folder's name is foreseen.
+            with open(os.path.join(folder, name), "x", encoding="utf-8") as file:
                 _write_stacks(file, cause)
         except OSError as error:
             _log.error("no hang report in %s: %s", folder, error.strerror)

@@ -414,7 +414,7 @@ class Monitor:
             self.own.write_report(folder, cause.text)
             for name, text in files.items():
                 with contextlib.suppress(OSError):  # the report has said so
-                    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+                    with open(os.path.join(folder, name), "x", encoding="utf-8") as file:
                         file.write(text)
 
         def end() -> None:

@@ -176,12 +176,16 @@ def read(folder: Path) -> Submission:
 def read_all(parent: Path) -> list[Submission]:
     """Read the submissions in the folders of a folder, the newest first.
 
+    Those of other users are left out: what a record names is read, shown and cancelled.
     Raises OSError where the folder cannot be listed.
     """
     found = []
     for name in os.listdir(parent) if parent.exists() else ():
         folder = parent / name
         try:
+            owners = {folder.lstat().st_uid, (folder / FILE).lstat().st_uid}
+            if not owners <= {0, os.geteuid()}:
+                continue
             found.append(((folder / FILE).stat().st_mtime, read(folder)))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # another program's folder, or a file that is still being written
