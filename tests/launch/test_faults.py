@@ -76,7 +76,7 @@ def test_an_exception_is_the_root_cause_of_torchrun(lab: Lab) -> None:
     assert re.search(r"traceback : rank 0 on h1 failed: ValueError: the loss is not a number", root_cause), done.output
 
 
-UNEVEN = (r"rank \d on \w+\d called \w+\(\) at .*, and rank {0} on \w+{1} (left normally|ended its "
+UNEVEN = (r"rank \d on \w+\d called \w+\(\) at .*, and rank {0} on \w+{1} (left normally|left by sys.exit.*|ended its "
           r"program .*) after \d+ collectives. .*, or the ranks run different numbers of steps")
 HUNG = (r"rank 1 on \w+2 \(pid \d+\) did not enter collective \d+, in which rank 0 waits. "
         r"It is at [^,]+rank_program.py, line \d+, in go_wrong")
