@@ -211,7 +211,7 @@ def test_output_that_nobody_reads_is_no_error(shell: str) -> None:
 def test_plot_names_what_is_missing(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert charts.main([str(tmp_path)]) == 2
-    assert f"{FILE_NAME}: No such file or directory. Expected a {FILE_NAME}" in capsys.readouterr().err
+    assert f"no such file: {tmp_path / FILE_NAME}. Expected a {FILE_NAME}" in capsys.readouterr().err
     (tmp_path / FILE_NAME).write_text('{"event": "start", "step": 0}\n')
     assert charts.main([str(tmp_path)]) == 2 and "has no step" in capsys.readouterr().err
     train(tmp_path, 1, 1, save_every=1)
