@@ -188,11 +188,11 @@ def test_own_project_file_runs_nothing_until_it_is_trusted(machine: Machine, pro
 def test_project_file_is_looked_for_up_to_the_repository(machine: Machine) -> None:
     outer = machine.make("outer", VICTIM)
     machine.write(outer / "pyproject.toml", '[tool.ddpkit]\naccount = "outer"\n', VICTIM)
-    work = machine.make("outer/work", VICTIM)
+    work = machine.make("outer/inner", VICTIM)
     assert "outer" not in machine.kit("sites", "config", cwd=work).stdout.splitlines()[1].split()
     machine.make("outer/.git", VICTIM)
     assert "outer" in machine.kit("sites", "config", cwd=work).stdout.splitlines()[1].split()
-    machine.make("outer/work/.git", VICTIM)
+    machine.make("outer/inner/.git", VICTIM)
     assert "outer" not in machine.kit("sites", "config", cwd=work).stdout.splitlines()[1].split()
 
 
