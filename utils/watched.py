@@ -11,7 +11,7 @@ import os
 import sys
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from . import effects
 from .distributed import (
@@ -52,6 +52,10 @@ class GroupStore(NameService):
 
         return poll(published, timeout)
 
+    def release(self) -> None:
+        """Drop the store: a group of this process may begin one at the same port."""
+        self._store = HashStore()
+
 
 class WatchedGroup:
     """A process group that is watched. close(): this rank leaves it, and is not waited for."""
@@ -91,14 +95,16 @@ def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGrou
     own = store.clone() if hasattr(store, "clone") else store
     own = PrefixStore(f"ddpkit/watch/{_groups}", own)
     report = report_rank(placement, backend, False)
+    names = GroupStore(own)
     rendezvous = agree(
         placement,
         report,
         launcher=detection.launcher,
         timeout=_TIMEOUT_SECONDS,
         environ=detection.environ,
-        name_service=GroupStore(own),
+        name_service=names,
     )
+    names.release()
     monitor = watch_ranks(placement, report, rendezvous)
     if monitor is None:
         return None

@@ -134,7 +134,7 @@ def test_other_groups_are_left_alone_and_the_own_sitecustomize_runs(tmp_path: Pa
 
 
 CHILDREN = """
-import json, os, subprocess, sys, torch, torch.distributed as td
+import json, os, subprocess, sys, time, torch, torch.distributed as td
 from torch.utils.data import DataLoader
 
 class Data(torch.utils.data.Dataset):
@@ -148,7 +148,9 @@ if __name__ == "__main__":
     started = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.strip()
     for _ in range(2):  # a second group in the same process
         td.all_reduce(torch.ones(1))
+        time.sleep(1)  # gloo resets connections of which the other rank still reads
         td.destroy_process_group()
+        time.sleep(2 * (os.environ["RANK"] != "0"))  # torch: else rank 1 may find the store that ends
         td.init_process_group("gloo")
     td.destroy_process_group()
     print(json.dumps([list(map(bool, loader)), started]), flush=True)
