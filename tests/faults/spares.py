@@ -1,14 +1,15 @@
 """Failures of hosts and ranks in a launch with a spare: which host is left out, how long it takes, the final loss.
 
 python tests/faults/spares.py [--failures 40] [--faults kill agent stop gpu outside off disk two]
-                              [--by ssh | srun | pbs --real-pbs PREFIX]
+                              [--by ssh | srun | pbs --real-pbs PREFIX [--mpiexec PATH]]
                               [--stage | --stage-dir FOLDER]
 python tests/faults/spares.py --healthy 10 [--stage]    what --spare costs where nothing fails
 python tests/faults/spares.py --torchrun 5              torchrun's own restart beside that of --max-restarts
 
 Five hosts (network namespaces) are a job of PBS, as its variables describe one, or with --by srun of a real Slurm, that
 of the system or of DDPKIT_SLURM_HOME, or with --by pbs of a real OpenPBS with five hosts (PREFIX: see
-tests/cluster/pbs.py; node_fail_requeue is to be short). Four of them train. In each run a rank fails after step 12, in
+tests/cluster/pbs.py; node_fail_requeue is to be short; --mpiexec: of the MPI that starts the ranks, instead of
+pbs_tmrsh). Four of them train. In each run a rank fails after step 12, in
 the way of FAULT, or its host is cut off ("outside") or loses all its processes, too ("off"). Prints a line for each:
 whether the right host was left out, seconds from the notice of the failure to the end of the next step, and whether the
 final loss has the same bits as that of an undisturbed run. "disk", a full disk, ends the launch with its cause; "two"
@@ -95,8 +96,12 @@ class SlurmJobs:
 class PbsJobs:
     """Launches in jobs of a real OpenPBS, as ddpkit submit run makes them. One that has lost a host may end late."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, mpiexec: str | None) -> None:
         self.pbs = RealPbs(prefix)
+        self.by = []
+        if mpiexec:
+            path = shlex.quote(str(Path(mpiexec).resolve().parent))
+            self.by = ["--launcher", "mpiexec", "--setup", f'export PATH={path}:"$PATH"']
         self.hosts = [f"n{number}.{DOMAIN}" for number in range(1, 6)]
 
     def root(self, host: str, *words: str) -> str:
@@ -108,7 +113,8 @@ class PbsJobs:
         self.pbs.write(f"{work}/about", "")
         os.chown(Path(work).parent, Path(WORK).stat().st_uid, -1)
         command = [str(Path(sys.executable).with_name("ddpkit")), "submit", "run", "--site", "generic-pbs",
-                   "--no-check", "--nodes", "4", "--ntasks-per-node", "1", "--gpus-per-node", "0", "-c1", "-t", "6m"]
+                   "--no-check", "--nodes", "4", "--ntasks-per-node", "1", "--gpus-per-node", "0", "-c1", "-t", "6m",
+                   *self.by]
         done = self.pbs.run(HEAD, [*command, *(word.replace(str(folder), work) for word in words)], cwd=work)
         found = re.search(rf"^\d+\.{HEAD}$", done.output, re.MULTILINE)
         assert found, done.output
@@ -178,6 +184,7 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS)
     parser.add_argument("--by", default="ssh")
     parser.add_argument("--real-pbs", metavar="PREFIX")
+    parser.add_argument("--mpiexec", metavar="PATH")
     parser.add_argument("--stage", action="store_const", const=["--stage"], default=[])
     parser.add_argument("--stage-dir", dest="stage", type=lambda folder: ["--stage-dir", folder], metavar="FOLDER")
     parser.add_argument("--healthy", type=int, metavar="PAIRS")
@@ -192,7 +199,7 @@ def main() -> int:
         if args.by == "pbs":
             if not args.real_pbs:
                 parser.error("--by pbs needs --real-pbs PREFIX")
-            pbs = PbsJobs(args.real_pbs)
+            pbs = PbsJobs(args.real_pbs, args.mpiexec)
             return run(pbs, pbs.hosts, Path(name), args)
         hosts = stack.enter_context(Hosts(5, subnet="10.79.25"))
         lab = Lab(hosts, hosts.start_sshd(), lambda program: Path(program))

@@ -169,6 +169,21 @@ def test_recorded_status_counts_where_the_scheduler_has_none(
     assert (done.status, done.out) == (followed, "loss 0.5\n")
 
 
+@pytest.mark.parametrize(("recorded", "state", "text"), [
+    (TIME_LIMIT, Status("1", "timeout", None, "the walltime limit was reached"),
+     "timeout (the walltime limit was reached)"),
+    (75, Status("1", "timeout", None, "the walltime limit was reached"), "stopped after saving, to be continued"),
+    (HOST_LOST, Status("1", "failed", 1), "node fail (recorded by the job; the scheduler says: failed)"),
+    (0, Status("1", "completed", 0), "completed, exit status 0"),
+    (3, DOWN, "(recorded by the job; the scheduler does not respond)"),
+    (3, Status("1", "unknown"), "(recorded by the job; the scheduler does not know it)")])
+def test_what_the_scheduler_says_stands_beside_what_the_job_recorded(
+        recorded: int | str, state: Status | SchedulerError, text: str, chain: Submission, query: Query) -> None:
+    records.write_status(chain.folder, "1", recorded)
+    line = query("status 1", {"1": [state] * 3}).out.splitlines()[0]
+    assert text in line and ("not know" in line) == ("not know" in text), line
+
+
 @pytest.mark.parametrize(("words", "states", "exit_status", "message"), [
     ("status 1", "down", 1, "does not respond"),
     ("status 1", "completed", 0, "job 1: completed, exit status 0\n  record: {folder}"),

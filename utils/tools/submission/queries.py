@@ -64,17 +64,25 @@ def _with_record(folder: Path | None, job_id: str, status: Status | None) -> Sta
     if recorded is None:
         return None
     counts = status is None or recorded in _EXACT or status.state == "unknown"
-    return _recorded_status(job_id, recorded) if counts else status
+    return _recorded_status(job_id, recorded, status) if counts else status
 
 
-def _recorded_status(job_id: str, recorded: int | str | None) -> Status:
+def _recorded_status(job_id: str, recorded: int | str, status: Status | None) -> Status:
+    """Return what a job has recorded, with what the scheduler says beside it."""
     if recorded == records.NOT_STARTED:
         reason = "it refused to start: the job before it in the chain failed"
         return Status(job_id, "never_ran", 1, reason)
-    reason = "recorded by the job; the scheduler does not know it"
-    if isinstance(recorded, str):
-        return Status(job_id, _STATES[recorded], reason=reason)
-    return Status(job_id, state_of_exit(recorded), recorded, reason)
+    state = _STATES[recorded] if isinstance(recorded, str) else state_of_exit(recorded)
+    code = None if isinstance(recorded, str) else recorded
+    if status is None:
+        return Status(job_id, state, code, "recorded by the job; the scheduler does not respond")
+    if status.state == "unknown":
+        return Status(job_id, state, code, "recorded by the job; the scheduler does not know it")
+    reason = status.reason
+    if (status.state, status.exit_code or 0) != (state, code or 0):
+        says = f"the scheduler says: {status.state.replace('_', ' ')}"
+        reason = f"recorded by the job; {says}{reason and ', '}{reason}"
+    return dataclasses.replace(status, state=state, exit_code=code, reason=reason)
 
 
 def print_status(
