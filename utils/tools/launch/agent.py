@@ -26,6 +26,7 @@ from .launch_connection import connect, secret_of_ranks
 from .nested import GroupWatch
 from .rank_environment import rank_environment
 from .rank_output import Outputs
+from .stopped_ranks import StoppedRanks
 
 SECRET_VARIABLE = "DDPKIT_LAUNCH_SECRET"
 _DRAIN_SECONDS = 1.0
@@ -69,6 +70,13 @@ class Agent:
                         {"kind": "ignored", "processes": [processes.indices[pid] for pid in pids]}
                     ),
                     lambda pids: processes.end(time.monotonic(), 0.0),
+                )
+                self._stopped = StoppedRanks(
+                    self._order["hang_limit"],
+                    lambda pid, why, seconds: self._send(
+                        {"kind": "stopped", "process": processes.indices[pid]}
+                        | {"pid": pid, "why": why, "seconds": seconds}
+                    ),
                 )
                 while processes.running:
                     self._step(processes, watch)
@@ -117,7 +125,8 @@ class Agent:
         for message in watch.messages(now):
             self._send(message)
         stop = self._ignored.check(processes.indices, now)
-        self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held(), stop)
+        held = self._stopped.check(processes.indices, now)
+        self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held(), stop, held)
         self._loop.take_signals()  # ddpkit launch passes each stop on
         if self._end_requested or self._connection.closed:
             processes.end(time.monotonic())

@@ -24,6 +24,7 @@ from .native_launch import more_open_files, start_command
 from .nested import note_groups
 from .outcome import describe_status
 from .rank_output import labelled, write_output
+from .stopped_ranks import hang_limit
 
 START_SECONDS = 120.0  # until every agent has connected
 END_SECONDS = 20.0  # an agent needs less to end everything
@@ -228,6 +229,7 @@ class Coordinator(LaunchServer):
                 "environ": None if self._hellos[peer].get("has_environ") else environ,
                 "output_dir": "" if torchrun else plan.options.output_dir,
                 "watched_ranks": plan.ranks[index] if plan.is_watched else 0,
+                "hang_limit": 0.0 if torchrun else hang_limit(os.environ),
                 "processes": host_processes(
                     plan, index, address, str(self._ready[0]), addresses[index]
                 ),
@@ -249,6 +251,11 @@ class Coordinator(LaunchServer):
             self._note_exit(index, message["process"], message["status"])
         elif kind == "done":
             self._done.add(index)
+        elif kind == "stopped":
+            rank, host = self._plan.first_rank(index) + message["process"], self._plan.hosts[index]
+            self._result.rank_stopped(
+                rank, host, message["pid"], message["why"], message["seconds"], time.monotonic()
+            )
         elif kind == "ignored":
             first = self._plan.first_rank(index)
             self.note_ignored([first + process for process in message["processes"]])

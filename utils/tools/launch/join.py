@@ -159,6 +159,11 @@ class JoinServer(LaunchServer):
                 self.orphaned[host] = text
         if message["kind"] == "ignored":
             self.note_ignored([index])
+        if message["kind"] == "stopped":
+            host = self._joined[index].host[0]
+            self._result.rank_stopped(
+                index, host, message["pid"], message["why"], message["seconds"], time.monotonic()
+            )
         if message["kind"] == "exit":
             self._rank_ended(index, message["status"])
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ...launch_report import EXIT_REQUEUE, Failure
 from .outcome import Evidence, Loss, Outcome, OutOfMemory, RankEnd, decide, describe_status
+from .stopped_ranks import describe as describe_stopped
 
 # Seconds from the first failure until the other ranks are ended: they may report what they know.
 END_DELAY = 0.5
@@ -105,6 +106,13 @@ class LaunchResult:
         """Note that the parent of a rank is gone, and with it how the rank has ended."""
         who = f"rank {rank} on {host}"
         self._ends.append(RankEnd(who, None, now, rank, host, self._is_ending(now)))
+
+    def rank_stopped(
+        self, rank: int, host: str, pid: int, why: str, seconds: float, now: float
+    ) -> None:
+        """Note that a rank has been stopped by a signal for longer than the limit of a hang."""
+        text = describe_stopped(rank, host, pid, why, seconds)
+        self.fail(text, now, kind="hang", rank=rank, host=host)
 
     def host_lost(self, host: str, text: str, now: float) -> None:
         """Note that a host does not respond."""

@@ -24,6 +24,7 @@ from .child_processes import HANDLER_SECONDS, HELD
 from .event_loop import STOP_SIGNALS
 from .ignored_stops import IgnoredStops
 from .nested import LONGEST_SECONDS, GroupWatch
+from .stopped_ranks import StoppedRanks, hang_limit
 
 _ORPHAN_SECONDS = 1.0  # for a rank to end by itself, once launcher and launch are gone
 _LAUNCHER_SECONDS = 1.0  # between two looks whether the launcher's process still runs
@@ -88,6 +89,12 @@ class RankParent:
             lambda _: peer.send({"kind": "ignored"}),
             lambda pids: process.kill(pids, process.session(pid)),
         )
+        self._stopped = StoppedRanks(
+            hang_limit(os.environ),
+            lambda pid, why, seconds: peer.send(
+                {"kind": "stopped", "pid": pid, "why": why, "seconds": seconds}
+            ),
+        )
         for number in STOP_SIGNALS if forwards else (signal.SIGTERM,):
             signal.signal(number, lambda received, _: self._note_stop(received))
 
@@ -109,7 +116,9 @@ class RankParent:
                 self._peer.send(message)
             seconds = self._watch.next_look or LONGEST_SECONDS
             stop = self._ignored.check([self._pid], now)
-            loop.run_once(seconds, self._report_handlers(now), self._seconds_to_kill(now), stop)
+            held = self._stopped.check([self._pid], now)
+            due = self._seconds_to_kill(now)
+            loop.run_once(seconds, self._report_handlers(now), due, stop, held)
         signal.set_wakeup_fd(-1)
         self._peer.detach()
         if self._watch.ended_without_group():

@@ -22,6 +22,7 @@ from .launch_result import Ended, LaunchResult, print_status
 from .nested import GroupWatch, note_groups
 from .outcome import Outcome
 from .rank_output import Outputs, labelled, write_output
+from .stopped_ranks import StoppedRanks, hang_limit
 
 _DRAIN_SECONDS = 1.0
 _BACKLOG = 16
@@ -176,14 +177,21 @@ def _run_local(launch: Launch) -> None:
             ),
             lambda pids: processes.end(time.monotonic(), 0.0),
         )
+        here = socket.gethostname()
+        stopped = StoppedRanks(
+            0.0 if torchrun else hang_limit(os.environ),
+            lambda pid, why, seconds: result.rank_stopped(
+                processes.indices[pid], here, pid, why, seconds, time.monotonic()
+            ),
+        )
         while processes.running:
             now = time.monotonic()
             # First: whatever ends from now on wakes the loop.
             stops = loop.take_signals()
             for index, status in processes.ended():
                 who, rank = ("torchrun", None) if torchrun else (f"rank {index}", index)
-                running, host = processes.running, socket.gethostname()
-                result.process_ended(who, status, now, others=running, rank=rank, host=host)
+                running = processes.running
+                result.process_ended(who, status, now, others=running, rank=rank, host=here)
             for number in stops:
                 if result.is_last_stop(number, now):
                     result.end_now(number, now)
@@ -197,12 +205,13 @@ def _run_local(launch: Launch) -> None:
             if due == 0.0:
                 processes.end(now)
             stop = ignored.check(processes.indices, now)
+            held = stopped.check(processes.indices, now)
             late = processes.kill_late(now)
             if late is not None:
                 due = late
             if processes.running:
                 partial = outputs.flush_partial_lines() if outputs else None
-                loop.run_once(due, watch.next_look, processes.pass_on_held(), partial, stop)
+                loop.run_once(due, watch.next_look, processes.pass_on_held(), partial, stop, held)
         if watch.ended_without_group():
             note_groups({"kind": "copies", "running": False}, plan, result, of_rank_0=True)
         if outputs is not None:
