@@ -112,7 +112,7 @@ def is_right(end: str, by: str, done: Result, failure: dict[str, object] | None)
         return False
     if end == "early":
         return failure["rank"] in (0, 1, None) and re.search(_LEFT, cause) is not None
-    host = {"local": socket.gethostname(), "srun": "node2"}.get(by, "h2")
+    host = {"srun": "node2"}.get(by, socket.gethostname() if by in ("local", "torchrun") else "h2")
     names_rank = failure["rank"] == 1 and failure["host"] in (host, None if by == "local" else host)
     if end == "never":
         return names_rank and failure["kind"] == "hang"

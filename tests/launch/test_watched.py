@@ -50,6 +50,7 @@ def run(folder: Path, *words: str, script: str = PLAIN, **more: str) -> subproce
 @pytest.mark.parametrize(("by", "fault", "last"), [
     (("-n", "2"), "none", ""), (("-n", "2"), "raise", RAISED), (("-n", "2"), "hang", HUNG),
     (("-n", "2"), "kill", r"(error: )?rank 1 .*was ended by SIGKILL.*"),
+    (("-n", "2", "--torchrun"), "kill", r"rank 1 on \S+ was ended by SIGKILL \(exit status 137\)"),
     (("-n", "2", "--torchrun"), "raise", RAISED), (("-n", "2", "--torchrun"), "hang", HUNG)])
 def test_an_unchanged_script(by: tuple[str, ...], fault: str, last: str, tmp_path: Path) -> None:
     done = run(tmp_path, *LAUNCH, *by, "--hang-timeout", "6", "train.py", fault)
