@@ -23,6 +23,7 @@ from utils.launch_error import LaunchError
 from utils.launchers import Placement
 from utils.monitor.hang_report import write_hang_report
 from utils.startup import secret
+from utils.tools import defaults
 from utils.tools.launch.host_readiness import ReservedPort
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.staging import ALSO, PACKAGES, Archive, StagingError
@@ -200,6 +201,19 @@ def test_trust_of_a_file_that_others_may_write_is_refused(machine: Machine) -> N
     file = machine.write(machine.folder / "pyproject.toml", "[tool.ddpkit]\npython = 'x'\n", VICTIM, 0o666)
     done = machine.kit("sites", "trust", cwd=machine.folder)
     assert done.returncode == 1 and f"other users may write {file} (owner root, mode 0666)" in done.stderr
+
+
+def test_defaults_of_the_system_count_only_if_they_are_roots(machine: Machine, monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    file = machine.write(machine.folder / "ddpkit.yaml", "account: abc\npython: /planted\n", ATTACKER)
+    monkeypatch.setattr(defaults, "SYSTEM_FILE", str(file))
+    environ = {"XDG_CONFIG_HOME": str(machine.home)}
+    monkeypatch.chdir(machine.home)
+    assert not defaults.load(environ)
+    assert f"{file} is not used, because another user owns {file}" in capsys.readouterr().err
+    os.chown(file, 0, 0)
+    assert {name: value.value for name, value in defaults.load(environ).items()} == {
+        "account": "abc", "python": "/planted"}
 
 
 # Copies of packages on a node ---------------------------------------------------------------------

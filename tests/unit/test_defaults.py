@@ -39,7 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for setting in defaults.SETTINGS.values():
         monkeypatch.delenv(setting.variable or "DDPKIT_NONE", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(defaults, "CENTRE_FILE", str(tmp_path / "centre.yaml"))
+    monkeypatch.delenv(defaults.CENTRE_VARIABLE, raising=False)
+    monkeypatch.setattr(defaults, "SYSTEM_FILE", str(tmp_path / "etc.yaml"))
+    monkeypatch.setattr(defaults, "KIT_FILE", str(tmp_path / "centre.yaml"))
     (tmp_path / "config").mkdir()
     (tmp_path / "project" / "src").mkdir(parents=True)
     (tmp_path / "project" / ".git").mkdir()
@@ -90,7 +92,8 @@ def test_unknown_key_is_a_warning(folder: Path, capsys: pytest.CaptureFixture[st
     assert main(["sites", "config"]) == 0
     found = capsys.readouterr()
     assert found.out.splitlines()[1].split()[:2] == ["account", "a"]
-    assert found.err.count("config/ddpkit.yaml: the key 'acount' is unknown and ignored. Did you mean 'account'?") == 1
+    mistake = "config/ddpkit.yaml, line 1: the key 'acount' is unknown and ignored. Did you mean 'account'?"
+    assert found.err.count(mistake) == 1
 
 
 def test_python_3_10_says_that_it_reads_no_toml(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +149,71 @@ def test_command_line_of_submit_wins(folder: Path, commands: Commands, capsys: p
     assert "--account=a1\n" in script and "--partition=gpu\n" in script
     script = login.submit("run", "--dry-run", "--site", "generic-pbs", "-A", "a2", "train.py").out
     assert "#PBS -A a2\n" in script and "#PBS -q gpu\n" in script
+
+
+@pytest.mark.parametrize(("site", "variables", "files"), [
+    ("generic-slurm", ["--account=of-shell\n", "--partition=of-shell\n"], ["--account=a1\n", "--partition=gpu\n"]),
+    ("perlmutter", ["--account=of-shell\n", "--qos=gpu\n"], ["--account=a1\n", "--qos=gpu\n"]),
+    ("generic-pbs", ["-A a1\n", "-q gpu\n"], ["-A a1\n", "-q gpu\n"])])
+def test_variables_of_sbatch_win_over_files(folder: Path, commands: Commands, capsys: pytest.CaptureFixture[str],
+                                            monkeypatch: pytest.MonkeyPatch, site: str, variables: list[str],
+                                            files: list[str]) -> None:
+    write(folder, "", f"site: {site}\naccount: a1\npartition: gpu\n")
+    login = Login(folder, commands, capsys)
+    script = login.submit("run", "--dry-run", "train.py").out
+    assert all(line in script for line in files), script
+    monkeypatch.setenv("SBATCH_ACCOUNT", "of-shell")
+    monkeypatch.setenv("SBATCH_PARTITION", "of-shell")
+    script = login.submit("run", "--dry-run", "train.py").out
+    assert all(line in script for line in variables), script
+    assert "of-option" in login.submit("run", "--dry-run", "-A", "of-option", "train.py").out
+
+
+# The file of a centre -----------------------------------------------------------------------------
+
+def test_centres_file_lies_outside_of_the_installation(folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, centre="account: kit\n")
+    assert defaults.load() == {"account": ("kit", f"{folder}/centre.yaml")}
+    (folder / "etc.yaml").write_text("account: system\n")
+    assert defaults.load() == {"account": ("system", f"{folder}/etc.yaml")}
+    (folder / "module.yaml").write_text("account: module\n")
+    monkeypatch.setenv("DDPKIT_CENTRE_FILE", f"{folder}/module.yaml")
+    assert defaults.load() == {"account": ("module", f"{folder}/module.yaml")}
+    assert main(["sites", "config"]) == 0 and capsys.readouterr().out.endswith(f"  {folder}/module.yaml\n")
+    monkeypatch.setenv("DDPKIT_CENTRE_FILE", f"{folder}/none.yaml")
+    assert defaults.load() == {} and f"{folder}/none.yaml, which does not exist" in capsys.readouterr().err
+
+
+def test_job_reads_the_centres_file_that_its_submission_read(folder: Path, commands: Commands,
+                                                             capsys: pytest.CaptureFixture[str],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """qsub passes no variable of the shell to a job."""
+    write(folder)
+    (folder / "ours.yaml").write_text("port-range: 20000-20999\n")
+    monkeypatch.setenv("DDPKIT_CENTRE_FILE", f"{folder}/ours.yaml")
+    found = Login(folder, commands, capsys).submit("run", "--dry-run", "--site", "generic-pbs", "train.py")
+    assert f"export DDPKIT_CENTRE_FILE={folder}/ours.yaml\n" in found.out and "DDPKIT_CENTRE_FILE" not in found.err
+
+
+def test_check_of_a_file_names_each_mistake_with_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python, file = make_environment(folder / "env", torch=True), folder / "new.yaml"
+    file.write_text(f"# ours\nsite: derecho\naccount: abc\npython: {python}\nport-range: 20000-20999\nstage: true\n")
+    assert main(["sites", "config", str(file)]) == 0
+    found = capsys.readouterr()
+    assert found.out.endswith(f"{file}: no mistake found\n") and not found.err
+    assert found.out.splitlines()[0].split() == ["site", "derecho"]
+
+    file.write_text("acount: abc\nsite: dercho\n- x\nport-range: 30000-20000\nport-range: 20000-90000\nstage: maybe\n"
+                    "python: /nowhere/python\nhang-timeout: 10\nhang-timeout: 20\nfollow-seconds: 0\n")
+    assert main(["sites", "config", str(file)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    expected = {1: "the key 'acount' is unknown. Did you mean 'account'?", 2: "There is no site 'dercho'",
+                3: "'- x' is not 'key: value'", 4: "port-range is '30000-20000'. Expected two ports such as ",
+                5: "port-range is '20000-90000'", 6: "stage is 'maybe'. Expected a value such as true",
+                7: "no program on this host", 9: "hang-timeout is set a second time", 10: "follow-seconds is '0'"}
+    assert len(lines) == len(expected), lines
+    for number, text in expected.items():
+        assert sum(f"{file}, line {number}: " in line and text in line for line in lines) == 1, (number, lines)
+    assert main(["sites", "config", str(folder / "none.yaml")]) == 1
+    assert "none.yaml cannot be read: No such file" in capsys.readouterr().err

@@ -1,9 +1,9 @@
 """Defaults of options in files: of a project, of a user, and of a centre.
 
 The command line wins, then variables, then [tool.ddpkit] of the project's pyproject.toml, then
-~/.config/ddpkit.yaml, then jobs/ddpkit.yaml beside the installation. A file that another user may
-change is not read; what runs programs or writes into job scripts counts in a project's file once
-the user has said so (trust()).
+~/.config/ddpkit.yaml, then the centre's file (centre_file()). A file that another user may change
+is not read; what runs programs or writes into job scripts counts in a project's file once the user
+has said so (trust()).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from ..visible_text import visible
 from .interpreter import KIT
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-CENTRE_FILE = next(  # pip puts jobs/ into the package
+CENTRE_VARIABLE = "DDPKIT_CENTRE_FILE"
+SYSTEM_FILE = "/etc/ddpkit.yaml"
+KIT_FILE = next(  # pip puts jobs/ into the package
     os.path.join(folder, "jobs", "ddpkit.yaml")
     for folder in (PACKAGE, KIT)
     if folder == KIT or os.path.isdir(os.path.join(folder, "jobs"))
@@ -53,8 +55,10 @@ SETTINGS = {
         "DDPKIT_SITE",
         is_path=True,
     ),
-    "account": Setting("account to charge", _WORD, "abc@v100", "none"),
-    "partition": Setting("partition of Slurm, queue of PBS", _WORD, "gpu", "that of the site"),
+    "account": Setting("account to charge", _WORD, "abc@v100", "none", "SBATCH_ACCOUNT"),
+    "partition": Setting(
+        "partition of Slurm, queue of PBS", _WORD, "gpu", "that of the site", "SBATCH_PARTITION"
+    ),
     "python": Setting(
         "Python of the ranks where no environment is active",
         r"\S.*",
@@ -124,9 +128,28 @@ class Default(NamedTuple):
     origin: str
 
 
+class _Entry(NamedTuple):
+    """A key of a file and its value. where: "FILE, line 3"."""
+
+    where: str
+    name: str
+    value: Any
+
+
 def files(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the paths of the files, the first of which wins; they need not exist."""
-    return [project_file(), os.path.join(_config_folder(environ), "ddpkit.yaml"), CENTRE_FILE]
+    user_file = os.path.join(_config_folder(environ), "ddpkit.yaml")
+    return [project_file(), user_file, centre_file(environ)]
+
+
+def centre_file(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the path of the centre's file, which need not exist.
+
+    It is that of CENTRE_VARIABLE, which a module file may set, else SYSTEM_FILE where that exists,
+    else the one beside the installation.
+    """
+    named = environ.get(CENTRE_VARIABLE)
+    return named or (SYSTEM_FILE if os.path.lexists(SYSTEM_FILE) else KIT_FILE)
 
 
 def project_file() -> str:
@@ -159,16 +182,12 @@ def load(environ: Mapping[str, str] = os.environ) -> dict[str, Default]:
             found[name] = Default(environ[setting.variable], f"${setting.variable}")
     for path in files(environ):
         try:
-            content = _content(path)
+            content = _content(path, is_named=path == environ.get(CENTRE_VARIABLE))
         except NotTrusted as error:
             if not path.endswith(_PROJECT_FILE) or _names_kit(path):
                 _warn(str(error))
             continue
-        values = {
-            name: Default(_checked(path, name, value), path)
-            for name, value in _read(path, content)
-            if _is_known(path, name)
-        }
+        values = _values(path, content)
         needing = [name for name in _NEED_TRUST if name in values]
         if needing and path.endswith(_PROJECT_FILE) and not _is_trusted(path, content, environ):
             _warn(
@@ -190,11 +209,7 @@ def trust(path: str, environ: Mapping[str, str] = os.environ) -> dict[str, Defau
     path = os.path.abspath(path)
     try:
         content = _content(path)
-        values = {
-            name: Default(_checked(path, name, value), path)
-            for name, value in _read(path, content)
-            if _is_known(path, name)
-        }
+        values = _values(path, content)
         if not values:
             raise DefaultsError(f"{path} has no [tool.ddpkit]. Expected the file of a project")
         if not _is_trusted(path, content, environ):
@@ -202,6 +217,35 @@ def trust(path: str, environ: Mapping[str, str] = os.environ) -> dict[str, Defau
     except OSError as error:
         raise DefaultsError(f"{error}. The file is not trusted") from None
     return values
+
+
+def mistakes_in(path: str) -> tuple[dict[str, Default], list[str]]:
+    """Return what a file sets, and a sentence for each mistake in it, before anybody relies on it.
+
+    Raises DefaultsError where it cannot be read.
+    """
+    path = os.path.abspath(path)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_LONGEST + 1)
+    except OSError as error:
+        problem = error.strerror or error
+        raise DefaultsError(f"{path} cannot be read: {problem}. Expected a text file") from None
+    if len(content) > _LONGEST:
+        raise DefaultsError(f"{path} has more than {_LONGEST} bytes. Expected lines 'key: value'")
+    values: dict[str, Default] = {}
+    mistakes: list[str] = []
+    for entry in _read(path, content, mistakes):
+        if entry.name not in SETTINGS:
+            mistakes.append(_unknown(entry, "is unknown"))
+            continue
+        if entry.name in values:
+            mistakes.append(f"{entry.where}: {entry.name} is set a second time. Remove one of both")
+        try:
+            values[entry.name] = Default(_checked(path, entry), entry.where)
+        except DefaultsError as error:
+            mistakes.append(str(error))
+    return values, mistakes
 
 
 def set_variables(environ: MutableMapping[str, str]) -> None:
@@ -227,17 +271,23 @@ def _config_folder(environ: Mapping[str, str]) -> str:
     return environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
 
 
-def _content(path: str) -> bytes:
-    """Return what a file holds, b"" where there is none. Raises NotTrusted, DefaultsError."""
+def _content(path: str, *, is_named: bool = False) -> bytes:
+    """Return what a file holds, b"" where there is none. Raises NotTrusted, DefaultsError.
+
+    is_named: a variable names it; who sets those of a user may run programs as well.
+    """
     remedy = (
         "make it yours and closed to writing by others (chmod go-w), or use variables and options"
     )
     try:
-        # Who may write the centre's file may write the kit beside it.
-        opened = os.open(path, os.O_RDONLY) if path == CENTRE_FILE else may_trust(path, remedy)
+        # Who may write a file beside the installation may write the kit itself.
+        is_free = is_named or path == KIT_FILE
+        opened = os.open(path, os.O_RDONLY) if is_free else may_trust(path, remedy)
         with open(opened, "rb") as file:
             return file.read(_LONGEST)
     except (FileNotFoundError, NotADirectoryError):
+        if is_named:
+            _warn(f"{CENTRE_VARIABLE} is {path}, which does not exist. Correct or unset it")
         return b""
     except NotTrusted:
         raise
@@ -297,23 +347,42 @@ def _add_trusted(line: str, environ: Mapping[str, str]) -> None:
 # What a file holds --------------------------------------------------------------------------------
 
 
-def _read(path: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a file."""
+def _values(path: str, content: bytes) -> dict[str, Default]:
+    """Return what a file sets; a warning names unknown keys. Raises DefaultsError."""
+    values = {}
+    for entry in _read(path, content):
+        if entry.name in SETTINGS:
+            values[entry.name] = Default(_checked(path, entry), path)
+        else:
+            _warn(_unknown(entry, "is unknown and ignored"))
+    return values
+
+
+def _read(path: str, content: bytes, mistakes: list[str] | None = None) -> Iterator[_Entry]:
+    """Yield the keys and values of a file.
+
+    Raises DefaultsError for a line that is none, unless there is a list, which receives it.
+    """
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise DefaultsError(f"{path} cannot be read: {error}. Expected a text file") from None
     if path.endswith(".toml"):
-        yield from _toml_table(path, text)
+        yield from (_Entry(path, *item) for item in _toml_table(path, text))
         return
     for number, line in enumerate(text.splitlines(), 1):  # PyYAML may be missing where ranks start
         line = re.sub(r"(^|\s)#.*", "", line).rstrip()
         if not line or line == "---":
             continue
+        where = f"{path}, line {number}"
         match = re.fullmatch(r"""([\w-]+):\s+(["']?)(.*)\2""", line)
-        if match is None:
-            raise DefaultsError(f"{path}, line {number}: {line!r} is not 'key: value'. Correct it")
-        yield match[1], match[3]
+        if match is not None:
+            yield _Entry(where, match[1], match[3])
+            continue
+        mistake = f"{where}: {line!r} is not 'key: value'. Correct it"
+        if mistakes is None:
+            raise DefaultsError(mistake)
+        mistakes.append(mistake)
 
 
 def _toml_table(path: str, text: str) -> Iterator[tuple[str, Any]]:
@@ -337,27 +406,26 @@ def _toml_table(path: str, text: str) -> Iterator[tuple[str, Any]]:
     yield from table.items()
 
 
-def _is_known(path: str, name: str) -> bool:
-    """Whether there is such a key; a warning says where it is not, and the other keys count."""
-    if name in SETTINGS:
-        return True
-    near = difflib.get_close_matches(name, SETTINGS, 1)
+def _unknown(entry: _Entry, problem: str) -> str:
+    near = difflib.get_close_matches(entry.name, SETTINGS, 1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    _warn(
-        f"{path}: the key {name!r} is unknown and ignored. {hint}Expected one of: "
+    return (
+        f"{entry.where}: the key {entry.name!r} {problem}. {hint}Expected one of: "
         f"{', '.join(SETTINGS)}"
     )
-    return False
 
 
-def _checked(path: str, name: str, value: object) -> str:
+def _checked(path: str, entry: _Entry) -> str:
     """Return a value as text. Raises DefaultsError for one that is not as expected."""
-    setting = SETTINGS[name]
+    setting, value = SETTINGS[entry.name], entry.value
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    if not re.fullmatch(setting.form, text):
-        raise DefaultsError(
-            f"{path}: {name} is {text!r}. Expected a value such as {setting.example}"
-        )
+    expected = f"a value such as {setting.example}"
+    is_right = re.fullmatch(setting.form, text) is not None
+    if is_right and entry.name == "port-range":
+        first, last = map(int, text.split("-"))
+        is_right, expected = 0 < first <= last < 1 << 16, "two ports such as 20000-20999"
+    if not is_right:
+        raise DefaultsError(f"{entry.where}: {entry.name} is {text!r}. Expected {expected}")
     text = os.path.expanduser(text)
     if setting.is_path and "/" in text:
         return os.path.join(os.path.dirname(path), text)

@@ -253,6 +253,8 @@ def _job_name(command: Sequence[str]) -> str:
 
 def _environment(args: argparse.Namespace, profile: Profile, ranks: int) -> dict[str, str]:
     environment = profile.exports(args.nodes, ranks)
+    if centre_file := os.environ.get(defaults.CENTRE_VARIABLE):  # the job reads it again
+        environment[defaults.CENTRE_VARIABLE] = centre_file
     if args.python:
         environment["PYTHON"] = args.python
     for text in args.environment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ ddpkit sites list                     list the profiles of the kit, and where th
 ddpkit sites new --output ours.yaml   write a profile from what the scheduler, the modules and the
                                       hardware report; run it on a node with GPUs
 ddpkit sites config                   print the defaults of options, and the file each is from
+ddpkit sites config FILE              check a file of defaults before users read it: status 1, and a
+                                      line for each mistake
 ddpkit sites trust [FILE]             let site, python and stage-dir of this project's
                                       pyproject.toml count while its content stays as it is
 """
@@ -39,13 +42,13 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(sys.argv[1:] if words is None else words)
     if args.output and args.subcommand != "new":
         parser.error(f"{args.subcommand} takes no --output")
-    if args.file and args.subcommand != "trust":
+    if args.file and args.subcommand not in ("config", "trust"):
         parser.error(f"{args.subcommand} takes no FILE")
     try:
         if args.subcommand == "trust":
             return _trust(args.file or defaults.project_file())
         if args.subcommand == "config":
-            return _print_defaults()
+            return _check_defaults(args.file) if args.file else _print_defaults()
         return _list() if args.subcommand == "list" else _new(args.output)
     except (DefaultsError, ProfileError, SchedulerError) as error:
         print(f"ddpkit sites: error: {visible(str(error))}", file=sys.stderr)
@@ -59,13 +62,15 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="ddpkit sites",
-        usage="ddpkit sites list | new [--output FILE] | config | trust [FILE]",
+        usage="ddpkit sites list | new [--output FILE] | config [FILE] | trust [FILE]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("subcommand", choices=("list", "new", "config", "trust"))
-    parser.add_argument("file", nargs="?", metavar="FILE", help="of trust: a pyproject.toml")
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help="of config and trust: a file of defaults"
+    )
     group = parser.add_argument_group("new").add_argument
     group("--output", type=Path, metavar="FILE", help="a new file (default: standard output)")
     return parser
@@ -94,6 +99,28 @@ def _print_defaults() -> int:
     for path in defaults.files():
         print(f"  {path}{'' if os.path.exists(path) else ' (does not exist)'}")
     return 0
+
+
+def _check_defaults(path: str) -> int:
+    values, mistakes = defaults.mistakes_in(path)
+    site, python = values.get("site"), values.get("python")
+    if site is not None:
+        try:
+            profiles.load(site.value)
+        except ProfileError as error:
+            mistakes.append(f"{site.origin}: site is {site.value!r}. {error}")
+    if python is not None and shutil.which(python.value) is None:
+        mistakes.append(
+            f"{python.origin}: python is {python.value!r}, which is no program on this host. "
+            "Expected the path of a Python"
+        )
+    for name, value in values.items():
+        print(f"{name:<14}  {visible(value.value)}")
+    for mistake in mistakes:
+        print(f"ddpkit sites: error: {visible(mistake)}", file=sys.stderr)
+    if not mistakes:
+        print(f"{path}: no mistake found")
+    return int(bool(mistakes))
 
 
 def _trust(path: str) -> int:

@@ -80,8 +80,17 @@ def _error(text: str) -> int:
 def _set_defaults(args: argparse.Namespace) -> None:
     """Fill in what the command line leaves out, from variables and files."""
     found = defaults.load()
-    for attribute, name in (("site", "site"), ("account", "account"), ("queue", "partition")):
-        if name in found and getattr(args, attribute, "") is None:
+    if "site" in found and getattr(args, "site", "") is None:
+        args.site = found["site"].value
+    if not hasattr(args, "queue"):
+        return
+    profile = choose_profile(args.site)
+    unread = {"SBATCH_ACCOUNT", "SBATCH_PARTITION"} if profile.scheduler != "slurm" else set()
+    if profile.queue_option != "partition":
+        unread.add("SBATCH_PARTITION")
+    found = defaults.load({name: os.environ[name] for name in os.environ.keys() - unread})
+    for attribute, name in (("account", "account"), ("queue", "partition")):
+        if name in found and getattr(args, attribute) is None:
             setattr(args, attribute, found[name].value)
 
 
