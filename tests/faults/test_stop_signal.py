@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,48 @@ def one_calls_it_more_often(dist: Any) -> None:
     with StopSignal(dist) as stop:
         assert not any(stop.should_stop() for _ in range(10 + (dist.rank == 1)))
     assert stop.exit_status == 0
+
+
+def steps_with_collectives(dist: Any, steps: int) -> Iterator[None]:
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(steps):
+        dist.all_reduce_mean(1.0)
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+        yield
+
+
+def rank_0_alone_calls_it(dist: Any) -> None:
+    """As under `if job.is_main`: an error after some steps, and no stop that rank 0 makes alone."""
+    from utils.preemption import StopSignal
+
+    with StopSignal(dist) as stop:
+        for _ in steps_with_collectives(dist, 5):
+            assert not dist.is_main or not stop.should_stop()
+        dist.barrier()
+        if dist.is_main:
+            stop.request("alone")
+            with pytest.raises(RuntimeError, match=r"rank 0 calls should_stop\(\), ranks 1-3 do not; expected"):
+                wait_for_stop(stop)
+        dist.barrier()
+    assert not stop.stopped
+
+
+def one_calls_it_late(dist: Any) -> None:
+    """Rank 0 has gone on, and the first call of rank 3 still comes."""
+    from utils.preemption import StopSignal
+
+    with StopSignal(dist) as stop:
+        for step, _ in enumerate(steps_with_collectives(dist, 4)):
+            if dist.rank == 3 and step == 3:
+                time.sleep(1)
+            assert (dist.rank == 3 and step < 3) or not stop.should_stop()
+        stop.request("a test")
+        wait_for_stop(stop)
+        assert stop.stopped
 
 
 def wait_in_the_store(dist: Any) -> None:
@@ -164,6 +207,8 @@ def main() -> None:
         in_evaluation = [all_stop_at_one_boundary(dist, common, private) for _ in range(ROUNDS)]
         assert any(in_evaluation)
         one_calls_it_more_often(dist)
+        rank_0_alone_calls_it(dist)
+        one_calls_it_late(dist)
         one_waits_in_the_store(dist)
         one_rank_fails(dist)
         one_rank_hangs(dist, gather(os.getpid()))
@@ -178,6 +223,8 @@ def test_ranks_stop_together_or_name_the_rank_that_does_not(tmp_path: Path) -> N
     output = run_ranks(tmp_path, __file__, (RANKS, []))
     assert output.count("as expected") == RANKS - 1, output
     assert "different numbers of times: rank 0 10 times, rank 1 11 times" in output
+    assert output.count("ERROR: rank 0 calls should_stop(), ranks 1-3 do not") == 1, output
+    assert "stop requested (alone" not in output
     assert output.count("a stop can no longer be agreed on") == RANKS - 1, output
 
 

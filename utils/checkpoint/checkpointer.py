@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from .. import consistency, restart_notice
+from ..calls import CallsOfAllRanks
 from ..coordination import CoordinationError, StoreCommunicator
 from ..log import get_logger
-from .calls import SaveCalls
 from .checksums import BackgroundChecksums
 from .contents import (
     CheckpointError,
@@ -38,7 +38,7 @@ from .optimizers import unchecked_optimizers
 from .pack import Packed, pack
 from .replicas import ReplicaSample
 from .rng import random_states
-from .save import RefusedJob, SaveJob, write_checkpoint
+from .save import RefusedJob, SaveJob, check_calls, write_checkpoint
 from .snapshot import Snapshot, replicated_parameters, share_out
 
 _log = get_logger(__name__)
@@ -133,7 +133,7 @@ class Checkpointer:
             ) from error
         self._folder = CheckpointFolder(self.folder, retention, self._ranks.name)
 
-        self._calls = SaveCalls(self._ranks)
+        self._calls = CallsOfAllRanks(self._ranks)
         self._turn = 0  # number of saves and loads, the same on all ranks
         self._snapshot = Snapshot()
         self._own_part_written = threading.Event()
@@ -212,7 +212,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._calls.close(orderly=True)
+            self._calls.close(reports=True)
             self._snapshot = Snapshot()
             self._folder.close()
 
@@ -242,7 +242,7 @@ class Checkpointer:
                 self._ranks.cancel()
                 self._ended.wait(_OTHER_RANKS_TIMEOUT)
         if os.getpid() == self._pid:
-            self._calls.close(orderly=False)
+            self._calls.close(reports=False)
             self._folder.close()
         if self._unraised is not None and self._ranks.rank != 0:  # rank 0 has logged it
             _log.error("%s", self._unraised)
@@ -357,7 +357,7 @@ class Checkpointer:
         """Write the checkpoint, in the background thread."""
         self.failure, self._try_again = None, False
         try:
-            if problem := self._folder_problem(lambda: self._calls.check(job.step)):
+            if problem := self._folder_problem(lambda: check_calls(self._calls, job.step)):
                 raise PermanentError(problem)
             result = write_checkpoint(
                 job,

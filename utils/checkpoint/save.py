@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from ..calls import CallsOfAllRanks
 from ..coordination import StoreCommunicator
-from .calls import SaveCalls
 from .checksums import BackgroundChecksums
 from .contents import CheckpointError, PermanentError, RankMetadata
 from .entries import StateError
@@ -88,12 +88,22 @@ class _Decision(TypedDict):
     try_again: bool
 
 
+def check_calls(calls: CallsOfAllRanks, step: int) -> None:
+    """Raise PermanentError if other ranks do not call save(), on rank 0 while it waits."""
+    remedy = (
+        "expected a call on all ranks, each of which writes its part. Call it on all ranks at the "
+        "same step, not under `if job.is_main`"
+    )
+    if problem := calls.problem(f"calls save() at step {step}", remedy):
+        raise PermanentError(problem)
+
+
 def write_checkpoint(
     job: SaveJob | RefusedJob,
     snapshot: Snapshot,
     ranks: StoreCommunicator,
     folder: CheckpointFolder,
-    calls: SaveCalls,
+    calls: CallsOfAllRanks,
     reported: Callable[[], object],
 ) -> SaveResult:
     """Write this rank's part of a checkpoint; rank 0 commits it when all ranks are done.
@@ -118,7 +128,7 @@ def write_checkpoint(
             topic,
             report,
             lambda reports: _commit(job, temporary, reports, folder),
-            waiting=lambda: calls.check(job.step),
+            waiting=lambda: check_calls(calls, job.step),
         )
     except PermanentError:
         folder.discard(temporary)

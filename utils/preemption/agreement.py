@@ -28,6 +28,7 @@ from ..host.cores import name_ranks
 from ..log import get_logger
 
 if TYPE_CHECKING:
+    from ..calls import CallsOfAllRanks
     from ..coordination import StoreCommunicator
 
 _log = get_logger(__name__)
@@ -36,6 +37,11 @@ _TOPIC = "boundary"
 _FAILED = "failed"  # counts the ranks that left with an error
 _LEAVE_TIMEOUT = 10.0  # seconds that rank 0, which may serve the store, waits for the other ranks
 _LEAVE_POLL_SECONDS = 0.005
+_DOUBT_POLL_SECONDS = 0.05
+_CALL_ALL = (
+    "expected a call on all ranks, after every step: a stop cannot be agreed on. Call it on all "
+    "ranks, not under `if job.is_main`"
+)
 
 
 class BoundaryReport(TypedDict):
@@ -46,7 +52,7 @@ class BoundaryReport(TypedDict):
 
 
 class _RankFailed(RuntimeError):
-    """Another rank has failed before all agreed on a boundary."""
+    """Another rank has failed before all agreed on a boundary, or does not call should_stop()."""
 
 
 class StopAgreement:
@@ -58,6 +64,7 @@ class StopAgreement:
     communicator: connects the ranks; None for a process that is alone.
     wake: called after request(), to wake the thread that calls advance().
     rank_timeout: seconds to wait at a boundary for the reports of all ranks.
+    calls: which ranks have passed a boundary; None for a process that is alone.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class StopAgreement:
         communicator: StoreCommunicator | None,
         wake: Callable[[], None],
         rank_timeout: float,
+        calls: CallsOfAllRanks | None = None,
     ) -> None:
         self.reason = ""  # why a stop was requested
         self.boundary: int | None = None  # at which all ranks stop
@@ -74,6 +82,8 @@ class StopAgreement:
         self._rank = communicator.rank if communicator else 0
         self._wake = wake
         self._rank_timeout = rank_timeout
+        self._calls = calls
+        self._absent = ""  # which ranks do not call should_stop()
 
         # Reentrant, since a signal handler may call request() in the middle of pass_boundary().
         self._lock = threading.RLock()
@@ -133,6 +143,14 @@ class StopAgreement:
             self._report(self._communicator, finished=False)
             self._receive(self._communicator)
 
+    def check_calls(self) -> None:
+        """Log once, on rank 0, that other ranks do not call should_stop()."""
+        if self._calls is None or self._absent or self.closed:
+            return
+        self._absent = self._calls.problem("calls should_stop()", _CALL_ALL)
+        if self._absent:
+            _log.error("%s", self._absent)
+
     def fail(self, error: RuntimeError) -> None:
         """Give up: no agreement is possible any more."""
         with self._lock:
@@ -183,8 +201,15 @@ class StopAgreement:
             if self.closed:
                 return
             raise
+        while self._calls is not None and self._calls.is_in_doubt and not self.closed:
+            time.sleep(_DOUBT_POLL_SECONDS)
+            self.check_calls()
+            if self._absent:
+                break
         if communicator.count(_FAILED, 0):
             self.fail(_RankFailed("another rank has failed. Look for its message"))
+        elif self._absent:
+            self.fail(_RankFailed(self._absent))
         else:
             self._stop_at(boundary)
 
@@ -212,7 +237,7 @@ class StopAgreement:
 
         if left < communicator.world_size:
             return None
-        if communicator.rank == 0:
+        if communicator.rank == 0 and not self._absent:
             _warn_of_unequal_loops(communicator.reports(_TOPIC))
         return communicator.count(_FAILED, 0) == 0
 

@@ -48,6 +48,7 @@ from .sources import (
 from .workers import begin_forked_child
 
 if TYPE_CHECKING:
+    from ..calls import CallsOfAllRanks
     from ..coordination import StoreCommunicator
     from ..distributed import Distributed
 
@@ -131,7 +132,9 @@ class StopSignal:
         self._status_after_stop = 0 if self._rank and under_launch_py else EXIT_REQUEUE
 
         self._wake_up = WakeUpPipe()
-        self._agreement = StopAgreement(_communicator(dist), self._wake_up.wake, rank_timeout)
+        communicator = _communicator(dist)
+        self._calls = _calls(communicator)
+        self._agreement = StopAgreement(communicator, self._wake_up.wake, rank_timeout, self._calls)
         self._signals = SignalCatcher(self._agreement.request, self._wake_up)
         _open = self
         self._thread = threading.Thread(target=self._watch, name="stop signal", daemon=True)
@@ -159,7 +162,8 @@ class StopSignal:
         (tests/bench/bench_stop.py measures both). It waits only after a request, some milliseconds
         until the ranks have agreed.
 
-        Raises RuntimeError if they cannot agree: a rank hangs, has failed or has ended.
+        Raises RuntimeError if they cannot agree: a rank hangs, has failed or has ended, or does not
+        call should_stop().
         """
         now = time.monotonic()
         if self._first_call is None:
@@ -169,6 +173,8 @@ class StopSignal:
             self._longest_step = max(self._longest_step, step_seconds)
         self._last_call, self._saved_within_step = now, 0.0
         self._steps += 1
+        if self._steps == 1 and self._calls is not None:
+            self._calls.call(0)
 
         if self._agreement.pass_boundary() and not self.stopped:
             self.stopped = True
@@ -245,6 +251,7 @@ class StopSignal:
         try:
             while not self._agreement.closed:
                 self._agreement.advance()
+                self._agreement.check_calls()
                 self._signals.wait(pause)
         except RuntimeError as error:
             _log.warning(
@@ -273,6 +280,8 @@ class StopSignal:
         _check_main_thread("A StopSignal is closed")
 
         self._agreement.close()
+        if self._calls is not None:
+            self._calls.close(reports=False)  # a rank without batches leaves without a call
         self._sources.close()
         self._signals.restore()
         _open = None
@@ -315,6 +324,14 @@ def _communicator(dist: Distributed | None) -> StoreCommunicator | None:
     # A wait of the script in its store would hold this one up.
     store = dist.store.clone()  # type: ignore[attr-defined, unused-ignore]
     return StoreCommunicator(f"stop/{number}", dist.rank, dist.world_size, store)
+
+
+def _calls(communicator: StoreCommunicator | None) -> CallsOfAllRanks | None:
+    if communicator is None:
+        return None
+    from ..calls import CallsOfAllRanks  # imports torch
+
+    return CallsOfAllRanks(communicator)
 
 
 def _report_stop() -> int:

@@ -1,4 +1,7 @@
-"""Notice that other ranks go on training without calling save(), as under `if job.is_main`."""
+"""Notice that other ranks go on training without a call that all have to make.
+
+As of save() or should_stop() under `if job.is_main`.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,19 @@ from typing import Any
 
 import torch
 
-from .. import consistency
-from ..coordination import CoordinationError, StoreCommunicator
-from ..host.cores import name_ranks
-from ..monitor.counts import entered_collectives
-from .contents import PermanentError
+from . import consistency
+from .coordination import CoordinationError, StoreCommunicator
+from .host.cores import name_ranks
+from .monitor.counts import entered_collectives
 
 _STEPS = 2  # of the optimizer, each with a collective, that show that all ranks have gone on
 _GRACE_SECONDS = 2.0  # then, for a rank that only now comes to its call
 
 
-class SaveCalls:
-    """Which ranks have called save(), and whether the others still can.
+class CallsOfAllRanks:
+    """Which ranks have made a call, and whether the others still can.
 
-    Each rank reports its call before save() returns. Once rank 0 has ended two more steps with
+    Each rank reports its call before that returns. Once rank 0 has ended two more steps with
     collectives in them, all ranks are past the place of that call. On a GPU, an event tells when
     a step has ended.
     """
@@ -36,24 +38,24 @@ class SaveCalls:
         self._shown_at: float | None = None  # time.monotonic() when the steps had ended
 
     def call(self, turn: int) -> None:
-        """Report that this rank calls save(), in the main thread."""
+        """Report this rank's call, in the main thread. turn: the same number on all ranks."""
         if self._ranks.world_size == 1:
             return
         self._topic, self._steps, self._shown_at = f"call {turn}", [], None
         self._entered = entered_collectives() or 0
-        with contextlib.suppress(CoordinationError):  # the save itself finds out
+        with contextlib.suppress(CoordinationError):  # what has called this finds out
             self._ranks.report(self._topic, True, len)
         self._is_open = self._ranks.rank == 0
         watch = consistency.watch
         if self._is_open and watch is not None and self._stepped not in watch.on_step:
             watch.on_step.append(self._stepped)
 
-    def close(self, orderly: bool) -> None:
-        """Report that this rank calls save() no more. orderly: it has not failed."""
+    def close(self, *, reports: bool) -> None:
+        """End the watch. reports: tell rank 0 that this rank makes no more calls."""
         watch = consistency.watch
         if watch is not None and self._stepped in watch.on_step:
             watch.on_step.remove(self._stepped)
-        if orderly and self._ranks.rank and torch.distributed.is_initialized():
+        if reports and self._ranks.rank and torch.distributed.is_initialized():
             with contextlib.suppress(CoordinationError):
                 self._ranks.report("closed", True, len)
 
@@ -63,18 +65,25 @@ class SaveCalls:
         if self._topic:
             self._ranks.forget_reports(self._topic)
 
-    def check(self, step: int) -> None:
-        """Raise PermanentError if other ranks do not call save(), on rank 0 while it waits."""
-        if ranks := self._absent():
-            verb = "does" if len(ranks) == 1 else "do"
-            raise PermanentError(
-                f"rank 0 calls save() at step {step}, {name_ranks(ranks)} {verb} not; expected a "
-                "call on all ranks, each of which writes its part. Call it on all ranks at the "
-                "same step, not under `if job.is_main`"
-            )
+    def problem(self, call: str, remedy: str) -> str:
+        """Return that other ranks do not make the call of rank 0; "" where none is known.
+
+        On rank 0, from any thread. call: "calls save() at step 5". remedy: begins with "expected".
+        """
+        ranks = self._absent()
+        if not ranks:
+            return ""
+        verb = "does" if len(ranks) == 1 else "do"
+        return f"rank 0 {call}, {name_ranks(ranks)} {verb} not; {remedy}"
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether rank 0 has gone on, and waits a moment for a rank that only now calls."""
+        self._absent()
+        return self._is_open and self._shown_at is not None
 
     def _absent(self) -> Sequence[int]:
-        """Return the ranks that do not call save() any more."""
+        """Return the ranks that do not make the call any more."""
         ranks = self._ranks
         if not self._is_open:
             return []
