@@ -129,6 +129,33 @@ def test_a_rank_that_waits_for_ended_ones_is_stuck(
     assert (stuck.message.partition(".\n")[0] if stuck else None) == message
 
 
+def test_collectives_are_read_once_a_second_at_most() -> None:
+    """Not for each message of thousands of ranks that leave."""
+    of, reads = decisions(), []
+
+    def read() -> list[Collective]:
+        reads.append(1)
+        return [call(3)]
+    killed(of, lost=True)
+    numbers = []
+    for now in (0.0, 0.4, 0.8, 1.2):
+        of.find_stuck(now, 5, read)
+        numbers.append(len(reads))
+    assert numbers == [1, 1, 1, 2]
+
+
+def test_rank_that_computes_has_longer_than_one_that_waits() -> None:
+    of = decisions()
+    killed(of, lost=True)
+    computes = {**call(3), "blocks": False}
+    found = [of.find_stuck(now, 5, lambda: [computes]) for now in (0.0, 21.0, 299.0, 301.0)]
+    assert [stuck is not None for stuck in found] == [False, False, False, True]
+
+
+def test_text_of_a_hang_is_cut() -> None:
+    assert len(decisions().hang("x" * 100_000, [1]).text) == 1 << 14
+
+
 def test_progress_begins_the_limit_of_a_lost_host_again() -> None:
     of = decisions()
     killed(of, lost=True)

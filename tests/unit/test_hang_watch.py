@@ -153,6 +153,42 @@ def test_only_members_of_the_group_that_is_waited_for_are_blamed() -> None:
         assert (watch.describe({0: at(receiving)}, HOSTS, left) == left[2]) == (peer == 2)
 
 
+def test_thread_that_should_have_entered_makes_a_waiting_rank_late() -> None:
+    waiting = at(call(8), entered=8)
+    groups = {**waiting.groups, PAIR: waiting.groups[PAIR]._replace(thread=2)}
+    positions = {0: IN_PAIR, 1: waiting._replace(groups=groups), 2: IN_ALL, 3: IN_ALL}
+    found = describe(positions, HOSTS, list(HOSTS))
+    assert found.startswith("rank 1 on h1 (pid 101) did not enter collective 3 of group 1 (ranks 0-1)"), found
+
+
+def test_late_rank_is_blamed_and_not_one_that_has_left() -> None:
+    watch = HangWatch(100.0, 4, recorded=True)
+    found = watch.describe({0: WAITING[0], 1: position(6), 2: WAITING[0]}, HOSTS, {3: "rank 3 left normally"})
+    assert found.startswith("rank 1 on h1 (pid 101) did not enter collective 7")
+
+
+def test_collective_with_a_longer_time_limit_is_not_ended_before_it() -> None:
+    now = [0.0]
+    watch = HangWatch(100.0, 4, recorded=True, before_torch=True, clock=lambda: now[0])
+    positions = {
+        rank: one._replace(groups={"": Group("0-3", one.collectives, timeout=1800.0)})
+        for rank, one in enumerate([*WAITING, position(6)])}
+    found = []
+    for now[0] in (50.0, 100.0, 900.0, 1790.0):
+        found.append(watch.find_cause(positions, HOSTS, {}, {}))
+    assert found[:3] == ["", "", ""] and "rank 3 on h3 (pid 103) did not enter collective 7" in found[3]
+
+
+def test_heartbeats_of_many_ranks_are_rarer_than_the_limit() -> None:
+    now = [0.0]
+    watch = HangWatch(1.0, 1_000_000, clock=lambda: now[0])
+    watch.receive(0, Heartbeat(1, 1, ""))
+    now[0] = 1.5 * watch.interval
+    assert watch.limit < now[0] and not watch.silent(0)
+    now[0] = 2.5 * watch.interval
+    assert watch.silent(0)
+
+
 def test_the_first_of_the_collectives_that_a_rank_waits_in_is_shown() -> None:
     """With a GPU, a rank starts more collectives while it waits."""
     ahead = at(call(8), call(9), call(10), entered=10)

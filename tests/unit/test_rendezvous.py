@@ -26,6 +26,7 @@ from utils.launchers import LAUNCHERS, LaunchError, Placement
 from utils.launchers.launcher import Launcher, NameService, NameServiceUnavailable
 from utils.startup import Rendezvous, agree, endpoints
 from utils.startup.endpoints import candidate_ports, find_endpoints
+from utils.startup.listener import allow_connections
 from utils.startup.reports import make_report
 
 LIMIT = 60.0  # seconds until a rank has to end
@@ -297,6 +298,29 @@ def test_a_limit_of_open_files_that_cannot_be_raised_is_reported(monkeypatch: py
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
     text = cause(start(0, size=100, port=port, timeout=0.2)[0])
     assert "may open 64 files, but 100 ranks need 456" in text
+
+
+def test_a_low_soft_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (300, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda *arguments: raised.append(arguments))
+    allow_connections(1)
+    allow_connections(100)
+    assert raised == [(resource.RLIMIT_NOFILE, (456, 4096))]
+
+
+def test_loopback_address_of_another_launch_is_passed_over() -> None:
+    """Its RANK is this rank's by chance."""
+    environ = slurm_job(5) | by_hand(29500) | {"RANK": "3", "WORLD_SIZE": "4", "SLURM_STEP_NODELIST": "n[1-2]"}
+    found = find_endpoints(launcher_named("slurm"), placed(3, 4, "slurm", 2), environ, timeout=1)
+    assert found.hosts == ["n1"]
+
+
+def test_rank_that_the_launch_does_not_have_is_refused_alone(port: int) -> None:
+    launch = start(0, size=2, port=port)
+    peer = channel.prove(connected(port), secret(port, 2), "rank", index=2, size=2, seconds=LIMIT)
+    peer.send({"kind": "report", "value": make_report(placed(1, 2))})
+    assert_joined(launch | start(1, size=2, port=port))
 
 
 def test_a_launch_leaves_no_connection_open(port: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler_commands import Commands, pbs_job, pbs_record, pbs_recording, slurm_output
-from utils.tools.schedulers.job_checks import check_paths
+from utils.tools.schedulers.job_checks import check_dependency, check_paths
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.pbs_scheduler import Pbs
-from utils.tools.schedulers.scheduler import Scheduler
+from utils.tools.schedulers.scheduler import Scheduler, Status
 from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 
 SCRIPT = ("examples/01_ddp_minimal.py",)
@@ -78,6 +78,11 @@ def test_a_dependency_that_can_no_longer_be_met(commands: Commands, name: str, c
     found = problems(Pbs(), dependency="afterok:7.server")
     assert sum(problem.startswith("dependency: job 7.server") for problem in found) == count
     assert "dependency" not in fields(problems(Pbs(), dependency="afterany:7.server"))
+
+
+def test_a_job_that_the_scheduler_has_forgotten_cannot_succeed() -> None:
+    [problem] = check_dependency(Job(["true"], dependency="afterok:7"), lambda job_id: Status(job_id, "unknown"))
+    assert "job 7 has to succeed first; its state is unknown" in problem
 
 
 @pytest.fixture
