@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import math
@@ -28,7 +29,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,6 +56,11 @@ _CLOSE_SECONDS = 5.0
 _LEAVE_SECONDS, _LEAVE_POLL_SECONDS = 0.5, 0.002
 # A rank that has reported no step, so long after this rank's 16th, makes none.
 _NO_STEP_AT, _NO_STEP_SECONDS = 16, 2.0
+# Ranks that average their parameters every few steps differ in between: so many steps, and seconds,
+# after a difference was found, it is an error.
+_AVERAGING_STEPS, _AVERAGING_SECONDS = 256, 60.0
+# Steps of an optimizer between which a model that none holds has not changed.
+_HELD_FROM, _HELD_UNTIL = 2, 4
 # What a sampler of one rank has in common with those of the others, and what it has not.
 _SETTINGS = ("num_replicas", "shuffle", "seed", "drop_last", "epoch")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth")  # scripts count epochs from 0 or 1
@@ -206,9 +212,14 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 def parameter_problem(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
     """Return what differs between the ranks after one optimizer step, and the parameter's number.
 
-    reports: by rank: "settings", "shapes", "digests", "finite". ("", -1) where all is well.
+    reports: by rank: "settings", "shapes", "digests", "finite"; "unfinished": whether
+    DistributedDataParallel did not end its reduction, for which it raises an error at the next
+    step; "steps": since the last comparison; "loss": the first one that was not finite. ("", -1)
+    where all is well.
     """
     first = reports[0]
+    if any(report["unfinished"] for report in reports):
+        return "", -1
     for rank, report in enumerate(reports):
         for number, (ours, theirs) in enumerate(
             zip(first["settings"], report["settings"], strict=False)
@@ -229,9 +240,16 @@ def parameter_problem(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
             return f"differs on rank {rank} from rank 0", number
     bad = [rank for rank, report in enumerate(reports) if not report["finite"]]
     if bad:
+        began = next((report["loss"] for report in reports if report["loss"]), "")
+        if not began and len(bad) == len(reports):
+            began = (
+                "Averaged gradients carry it to all ranks: ddpkit.metrics names step and rank at "
+                "which the loss begins it"
+            )
         return (
-            f"a parameter has become NaN or infinite on {name_ranks(bad)}. Look for the step at "
-            "which the loss did: lower the learning rate, or clip the gradients"
+            f"a parameter has become NaN or infinite on {name_ranks(bad)}, in {first['steps']} of "
+            f"the optimizer. {f'{began}. ' if began else ''}Lower the learning rate, or clip the "
+            "gradients"
         ), -1
     return "", -1
 
@@ -318,8 +336,15 @@ def no_step_problem(ranks: Sequence[int], parameters: Sequence[Tensor]) -> str:
     )
 
 
-def describe_divergence(problem: str, parameter: Tensor) -> str:
-    """Return a message about a parameter that differs, with the likely reason.
+class Divergence(NamedTuple):
+    """A parameter that differs between the ranks."""
+
+    text: str  # with the likely reason
+    may_be_averaged: bool  # the script itself may make it equal every few steps
+
+
+def describe_divergence(problem: str, parameter: Tensor) -> Divergence:
+    """Describe a parameter that differs.
 
     Searches the objects of this process, which takes some tens of milliseconds.
     """
@@ -354,7 +379,41 @@ def describe_divergence(problem: str, parameter: Tensor) -> str:
             "freeze or unfreeze parameters before the model is wrapped; train with ddp(x), not "
             "ddp.module(x); clip and step alike on all ranks"
         )
-    return f"{name} {problem}. {reason}"
+    is_reduced = any(ddp.require_backward_grad_sync for ddp in owners)
+    return Divergence(f"{name} {problem}. {reason}", not is_reduced)
+
+
+def has_unfinished_reduction(models: Collection[DistributedDataParallel]) -> bool:
+    """Whether a backward pass has ended before DistributedDataParallel averaged all gradients.
+
+    Private API of torch, which otherwise says so only in the next forward pass.
+    """
+    for ddp in list(models):
+        reducer = getattr(ddp, "reducer", None)
+        try:
+            if reducer is not None:
+                reducer._check_reducer_finalized()
+        except RuntimeError:
+            return True
+    return False
+
+
+def untrained_problem(model: DistributedDataParallel, optimizer: Optimizer) -> str:
+    """Return a message about a model that no optimizer holds; "" where one does.
+
+    optimizer: that makes steps. Searches the objects of this process.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for other in _instances_of(Optimizer):
+        held = (parameter for group in other.param_groups for parameter in group["params"])
+        if any(id(parameter) in own for parameter in held):
+            return ""
+    name, kind = type(model.module).__name__, type(optimizer).__name__
+    return (
+        f"the optimizer {kind} holds none of the parameters of {name}, the model in "
+        f"DistributedDataParallel, which has not changed in {_HELD_UNTIL} steps. Make it from the "
+        f"parameters of the model that is trained: {kind}(ddp.parameters(), ...)"
+    )
 
 
 def _instances_of(kind: type) -> list[Any]:
@@ -393,10 +452,26 @@ class TrainingWatch:
     Only the main thread trains; one thread talks to the store.
     """
 
-    def __init__(self, communicator: StoreCommunicator | None) -> None:
-        """communicator: None for one rank, whose training is compared with none."""
+    def __init__(
+        self,
+        communicator: StoreCommunicator | None,
+        models: Collection[DistributedDataParallel] = (),
+    ) -> None:
+        """Begin.
+
+        communicator: None for one rank, whose training is compared with none.
+        models: wrapped ones, which the caller adds to.
+        """
         global watch
         watch = self
+        self._models = models
+        # Digests of models that the optimizers which have made steps do not hold.
+        self._not_held: weakref.WeakKeyDictionary[DistributedDataParallel, list[Sample]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._last_before = 0  # the last step before which parameters are compared
+        # A difference that is an error unless the ranks average, and when: time.monotonic().
+        self._doubt: tuple[str, float] | None = None
         self._communicator = communicator
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]] = (
@@ -410,6 +485,7 @@ class TrainingWatch:
         self.on_step: list[Callable[[Optimizer], object]] = []  # called after each step
         self._reported: set[str] = set()
         self.problem = ""  # that this rank has logged
+        self.bad_loss = ""  # "loss of step 7 is not finite on rank 1", where Metrics has seen it
         self._has_trained = False
         self._thread: threading.Thread | None = None
         self._has_left = False
@@ -447,31 +523,41 @@ class TrainingWatch:
 
     # The main thread
 
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Note that a step of any optimizer begins: by then the ranks may have averaged."""
+        count = self._optimizers.get(optimizer)
+        if count is None or count[1] >= self._last_before or _is_capturing():
+            return
+        parameters = _plain_parameters(optimizer)
+        samples = take_sample(parameters)
+        number, step = count[0], count[1] + 1
+        self._send(lambda: self._report_before(number, step, samples, len(parameters)))
+
     def stepped(self, optimizer: Optimizer) -> None:
         """Note a step of any optimizer, after it."""
         count = self._optimizers.get(optimizer)
         if count is None:
-            count = self._optimizers[optimizer] = [next(self._numbers), 0, 1]
+            count = self._optimizers[optimizer] = [next(self._numbers), 0, 1, 0]
         count[1] += 1
         if count[1] == count[2] and self._communicator is not None:
-            count[2] = next_checked(count[1])
-            self._check_parameters(optimizer, count[0], count[1])
+            self._check_parameters(optimizer, count[0], count[3] + 1, count[1])
+            count[2], count[3] = next_checked(count[1]), count[1]
         iterator = self.iterator() if self.epochs else None
         if iterator is not None and (epoch := self.epochs.pop(iterator, None)) is not None:
             self._check_epoch(epoch)
         for call in self.on_step:
             call(optimizer)
 
-    def _check_parameters(self, optimizer: Optimizer, number: int, step: int) -> None:
-        parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if is_plain(parameter)
-        ]
+    def _check_parameters(self, optimizer: Optimizer, number: int, first: int, step: int) -> None:
+        """Compare the parameters after a step. first: the first step since the last comparison."""
         if _is_capturing() or _has_groups():
             return
+        parameters = _plain_parameters(optimizer)
+        if step in (_HELD_FROM, _HELD_UNTIL):
+            self._check_held(optimizer, step)
         report = {
+            "unfinished": has_unfinished_reduction(self._models),
+            "steps": f"step {step}" if first == step else f"steps {first}-{step}",
             "settings": settings_of(optimizer),
             "shapes": zlib.crc32(
                 str([(parameter.shape, parameter.dtype) for parameter in parameters]).encode()
@@ -479,9 +565,32 @@ class TrainingWatch:
         }
         samples = take_sample(parameters)
         topic = f"step/{number}/{step}"
-        self._send(lambda: self._report_parameters(topic, report, samples, parameters))
+        self._send(lambda: self._report_parameters(topic, step, report, samples, parameters))
         if step == _NO_STEP_AT:
             self._send(lambda: self._report_no_step(f"step/{number}/1", parameters))
+
+    def _check_held(self, optimizer: Optimizer, step: int) -> None:
+        """Look for a model that gets gradients, and that no optimizer which makes steps holds."""
+        held = {
+            id(parameter)
+            for stepping in self._optimizers
+            for group in stepping.param_groups
+            for parameter in group["params"]
+        }
+        for ddp in list(self._models):
+            own = [parameter for parameter in ddp.parameters() if is_plain(parameter)]
+            if any(id(parameter) in held for parameter in own):
+                return  # this training is more than one model
+        for ddp in list(self._models):
+            own = [p for p in ddp.parameters() if is_plain(p) and p.grad is not None]
+            if not own:
+                continue
+            samples = take_sample(own[:1])
+            before = self._not_held.pop(ddp, None)
+            if step == _HELD_FROM:
+                self._not_held[ddp] = samples
+            elif before is not None:
+                self._send(functools.partial(self._report_held, ddp, optimizer, before, samples))
 
     def _check_epoch(self, epoch: _Epoch) -> None:
         """Compare a loader whose batches are trained on."""
@@ -564,10 +673,56 @@ class TrainingWatch:
 
     def _run(self) -> None:
         try:
-            while (task := self._tasks.get()) is not None:
+            while (task := self._next_task()) is not None:
                 task()
+                if self._doubt is not None and time.monotonic() > self._doubt[1]:
+                    self._end_doubt()
+            self._end_doubt()
         except CoordinationError:  # the store is gone: the training ends
             pass
+
+    def _next_task(self) -> Callable[[], object] | None:
+        if self._doubt is None:
+            return self._tasks.get()
+        try:
+            return self._tasks.get(timeout=max(0.0, self._doubt[1] - time.monotonic()))
+        except queue.Empty:
+            return self._end_doubt
+
+    def _end_doubt(self) -> None:
+        """Report a difference if the parameters have not become equal since."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            assert self._communicator is not None
+            if not self._communicator.count("averaged", 0):
+                self._log_once("parameters", doubt[0])
+
+    def _report_before(self, number: int, step: int, samples: list[Sample], count: int) -> None:
+        """Compare parameters before a step: equal ones, after a difference, were averaged."""
+        assert self._communicator is not None
+
+        def conclude(reports: list[str]) -> None:
+            assert self._communicator is not None
+            if len(set(reports)) == 1 and self._communicator.count("averaged") == 1:
+                _log.info(
+                    "the parameters differ between the ranks, and are equal again before step %d, "
+                    "as with averaging every few steps",
+                    step,
+                )
+
+        self._communicator.report(f"before/{number}/{step}", digests(samples, count)[0], conclude)
+        if self._communicator.count("averaged", 0):
+            self._last_before = 0
+
+    def _report_held(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: Optimizer,
+        before: list[Sample],
+        after: list[Sample],
+    ) -> None:
+        if digests(before, 1) == digests(after, 1):
+            self._log_once("held", untrained_problem(ddp, optimizer))
 
     def _report_epoch(self, topic: str, epoch: _Epoch) -> None:
         assert self._communicator is not None
@@ -579,6 +734,7 @@ class TrainingWatch:
     def _report_parameters(
         self,
         topic: str,
+        step: int,
         report: dict[str, Any],
         samples: list[Sample],
         parameters: Sequence[Tensor],
@@ -589,10 +745,26 @@ class TrainingWatch:
         def conclude(reports: list[dict[str, Any]]) -> None:
             problem, number = parameter_problem(reports)
             if number >= 0 and "parameters" not in self._reported:
-                problem = describe_divergence(problem, parameters[number])
-            self._log_once("parameters", problem)
+                self._diverged(problem, parameters[number])
+            else:
+                self._log_once("parameters", problem)
 
-        self._communicator.report(topic, {**report, "digests": found, "finite": finite}, conclude)
+        report |= {"digests": found, "finite": finite, "loss": self.bad_loss}
+        self._communicator.report(topic, report, conclude)
+        if not self._last_before and self._communicator.count("differs", 0):
+            if not self._communicator.count("averaged", 0):
+                self._last_before = step + _AVERAGING_STEPS
+
+    def _diverged(self, problem: str, parameter: Tensor) -> None:
+        """Report a difference, at once or when it is known that the ranks do not average."""
+        assert self._communicator is not None
+        if self._doubt is not None or self._communicator.count("averaged", 0):
+            return
+        found = describe_divergence(problem, parameter)
+        if not found.may_be_averaged:
+            self._log_once("parameters", found.text)
+        elif self._communicator.count("differs") == 1:
+            self._doubt = found.text, time.monotonic() + _AVERAGING_SECONDS
 
     def _report_no_step(self, topic: str, parameters: Sequence[Tensor]) -> None:
         assert self._communicator is not None
@@ -629,6 +801,11 @@ def _same_order(begun: int) -> str:
 def next_checked(step: int) -> int:
     """Return the next step whose parameters are compared: 1, 2, 4, 8, ..., 1024, 2048, 3072, ..."""
     return 2 * step if step < 1024 else step + 1024
+
+
+def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter for parameter in parameters if is_plain(parameter)]
 
 
 def _is_capturing() -> bool:

@@ -1,8 +1,9 @@
 """Hooks on optimizers and data loaders, which load consistency.py when a script uses one of these.
 
-A process has hooks only between setup_distributed() and close(). Both hooks are the least that
-sees what a training does: torch calls the first one after the step of any optimizer; for loaders
-it has no hook, so DataLoader.__iter__ and the __next__ of its iterators are wrapped.
+A process has hooks only between setup_distributed() and close(). They are the least that sees what
+a training does: torch calls two of them before and after the step of any optimizer, and one where
+a model is wrapped in DistributedDataParallel; for loaders it has no hook, so DataLoader.__iter__
+and the __next__ of its iterators are wrapped.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -35,7 +42,12 @@ class TrainingHooks:
         self._raises = raises
         self._rank, self._world_size, self._store = rank, world_size, store
         self._watch: TrainingWatch | None = None
-        self._handle = register_optimizer_step_post_hook(self._stepped)
+        self._models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._begin_step),
+            register_optimizer_step_post_hook(self._stepped),
+            register_module_module_registration_hook(self._registered),
+        ]
         hooks = self
 
         def iterate(loader: DataLoader[Any]) -> Any:
@@ -66,8 +78,16 @@ class TrainingHooks:
                 # A wait of the script in its store would hold this one up.
                 store = self._store.clone()  # type: ignore[attr-defined, unused-ignore]
                 communicator = StoreCommunicator("training", self._rank, self._world_size, store)
-            self._watch = TrainingWatch(communicator)
+            self._watch = TrainingWatch(communicator, self._models)
         return self._watch
+
+    def _registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            self._models.add(module)
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._watch is not None and not torch.compiler.is_compiling():
+            self._watch.begin_step(optimizer)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -83,7 +103,8 @@ class TrainingHooks:
 
         orderly: the other ranks close, too.
         """
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         DataLoader.__iter__ = _original_iter  # type: ignore[method-assign]
         _BaseDataLoaderIter.__next__ = _original_next  # type: ignore[method-assign]
         if self._watch is not None:

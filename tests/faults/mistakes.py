@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import logging
 import sys
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -25,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import Distributed, consistency, setup_distributed
 from utils.data import ResumableDataLoader, ResumableDistributedSampler
+from utils.metrics import Metrics
 from utils.training_hooks import TrainingHooks
 
 MISTAKES: dict[str, tuple[Callable[[Distributed], object], str]] = {}
@@ -285,6 +288,12 @@ def second_model_is_not_wrapped(job: Distributed) -> None:
     train(job, model=nn.Sequential(body, head), call=lambda inputs: head(ddp(inputs)))
 
 
+@mistake("the optimizer SGD holds none of the parameters of Sequential, the model in DistributedDataParallel")
+def optimizer_of_another_copy(job: Distributed) -> None:
+    before = new_model()
+    train(job, model=copy.deepcopy(before), optimizer=torch.optim.SGD(before.parameters(), lr=0.01))
+
+
 @mistake("the optimizer has made 16 steps on other ranks, and none on rank 1")
 def rank_0_alone_steps(job: Distributed) -> None:
     train(job, steps=job.is_main)
@@ -295,7 +304,21 @@ def rank_1_alone_steps(job: Distributed) -> None:
     train(job, steps=not job.is_main)
 
 
-@mistake("has become NaN or infinite on ranks 0-1")
+@mistake("has become NaN or infinite on ranks 0-1, in steps 3-4 of the optimizer. loss of step 3 is not ")
+def loss_becomes_nan_on_one_rank(job: Distributed) -> None:
+    model = new_model()
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Metrics(job) as metrics:
+        for step in range(1, 5):
+            loss = ddp(INPUTS).square().mean() * (float("nan") if step == 3 and job.rank else 1)
+            loss.backward()
+            metrics.log(step, loss=loss)
+            metrics.flush()
+            optimizer.step()
+
+
+@mistake("has become NaN or infinite on ranks 0-1, in step 2 of the optimizer. Averaged gradients carry it to")
 def loss_becomes_nan(job: Distributed) -> None:
     train(job, lr=1e12)
 
@@ -517,6 +540,49 @@ def autocast(job: Distributed) -> None:
 @healthy
 def batch_norm(job: Distributed) -> None:
     train(job, model=nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+
+
+@healthy
+def averaging_every_few_steps(job: Distributed) -> None:
+    steps = itertools.count(1)
+
+    def average(model: nn.Module) -> None:
+        if next(steps) % 4 == 0:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= job.world_size
+    train(job, wrap=False, after_step=average)
+
+
+@healthy
+def local_sgd_of_torch(job: Distributed) -> None:
+    ddp = DDP(new_model())
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    averager = PeriodicModelAverager(period=3, warmup_steps=0)
+    with ddp.no_sync():
+        train(job, model=ddp, call=ddp, optimizer=PostLocalSGDOptimizer(inner, averager))
+
+
+@healthy
+def reduction_is_not_finished(job: Distributed) -> None:
+    """DistributedDataParallel itself raises an error in the next step."""
+    model = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+    model.forward = model[0].forward  # type: ignore[method-assign]
+    ddp = DDP(model)
+    ddp(INPUTS[job.rank::2]).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+
+
+@healthy
+def second_optimizer_holds_the_model(job: Distributed) -> None:
+    """The first one has made several steps before."""
+    head, ddp = nn.Parameter(torch.zeros(1)), DDP(new_model())
+    optimizers = [torch.optim.SGD([head], lr=0.01), torch.optim.SGD(ddp.parameters(), lr=0.01)]
+    for _ in range(6):
+        (ddp(INPUTS[:4]).mean() + head).sum().backward()
+        dist.all_reduce(head.grad)
+        optimizers[0].step()
+    optimizers[1].step()
 
 
 @healthy

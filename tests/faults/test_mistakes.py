@@ -45,7 +45,7 @@ sys.setswitchinterval(1e-5)
 model, done = nn.Linear(2, 2), threading.Event()
 def search():
     for _ in range(20):
-        assert "weight differs" in consistency.describe_divergence("differs", model.weight)
+        assert "weight differs" in consistency.describe_divergence("differs", model.weight).text
     done.set()
 threading.Thread(target=search, daemon=True).start()
 while not done.is_set():

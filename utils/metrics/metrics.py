@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
-from .. import restart_notice
+from .. import consistency, restart_notice
 from ..distributed import Distributed
 from ..log import clear_progress, get_logger, show_progress
 from .run_log import FILE_NAME, RunLog
@@ -137,6 +137,8 @@ class Metrics:
                 if not self._reported_problem and (problem := record.problem()):
                     self._reported_problem = True
                     _log.error("%s", problem)
+                    if consistency.watch is not None:
+                        consistency.watch.bad_loss = problem.partition(". ")[0]
         self._last_flush = time.perf_counter()
         if records and self._dist.device.type != "cpu":  # the GPU computed these steps until now
             drained = self._last_flush - start
