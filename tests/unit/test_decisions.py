@@ -101,6 +101,18 @@ def test_a_collective_that_times_out_is_explained_by_positions(
     assert expected is None or (of.first and expected in of.first.text)
 
 
+def test_ranks_that_torch_names_are_at_fault() -> None:
+    """Of a monitored_barrier(), whose messages count as collectives that all have entered."""
+    of = decisions()
+    of.query(0, "timeout", 0.0, "monitored_barrier() at train.py, line 10, in <module>", [1, 2])
+    of.respond(0.1)
+    of.positions.update({0: position(4), 1: position(4)})
+    of.respond(4.0)
+    assert of.first and of.hung == {1, 2} and of.first.text == (
+        "rank 1 on h1 did not enter monitored_barrier() at train.py, line 10, in <module>. It is at train.py, line 4; "
+        "rank 2 on h2 did not enter monitored_barrier() at train.py, line 10, in <module>. It does not respond")
+
+
 def test_ranks_that_hang_are_ended_when_no_other_runs() -> None:
     of = decisions()
     of.query(2, "timeout", now=0.0)

@@ -71,6 +71,7 @@ class _Query(NamedTuple):
     kind: str  # "lost" or "timeout"
     since: float  # monotonic seconds
     place: str  # of the collective that failed: "barrier() at train.py, line 9, in save"
+    missing: Sequence[int]  # ranks that torch names, for a monitored_barrier()
 
 
 class Decisions:
@@ -178,12 +179,15 @@ class Decisions:
         message = {"kind": "start_failed", "cause": self.start_failure}
         return [Send(message, self.others())] if self.rank == 0 else []
 
-    def query(self, rank: int, kind: str, now: float, place: str = "") -> None:
+    def query(
+        self, rank: int, kind: str, now: float, place: str = "", missing: Sequence[int] = ()
+    ) -> None:
         """A rank asks for the cause.
 
         kind: "lost" for a connection, "timeout" of a collective. place: what has failed, and where.
+        missing: the ranks that torch names for it.
         """
-        self._queries[rank] = _Query(kind, now, place)
+        self._queries[rank] = _Query(kind, now, place, missing)
 
     # What is known -------------------------------------------------------------------------------
 
@@ -302,12 +306,35 @@ class Decisions:
         from . import hang
 
         running = self.running()
+        if self._find_named(running):
+            return
         missing = hang.unreported(self.positions, running)
         self.hung = {*hang.late(self.positions, running), *missing}
         # A rank that has left, such as one that only sent, is not the cause if another is late.
         if self.hung or not self.known_cause():
             text = hang.describe(self.positions, self.hosts, running, self.silent)
             self.first = self.hang(text, hang.at_fault(self.positions, running))
+
+    def _find_named(self, running: Sequence[int]) -> bool:
+        """Blame the ranks that torch itself names; return whether it names any."""
+        for query in self._queries.values():
+            named = [rank for rank in query.missing if rank in running]
+            causes = [
+                f"{self._names([rank])} did not enter {query.place}. It "
+                + (
+                    f"is at {self.positions[rank].location}"
+                    if rank in self.positions
+                    else "does not respond"
+                )
+                for rank in named[:_SHOWN_CAUSES]
+            ]
+            if len(named) > _SHOWN_CAUSES:
+                causes.append(f"... and {len(named) - _SHOWN_CAUSES} more ranks")
+            if named:
+                self.hung = set(named)
+                self.first = self.hang("; ".join(causes), named)
+                return True
+        return False
 
     def explain_without_rank_0(self, cause: Failure, place: str) -> Failure:
         """Add what this rank knows to the end of rank 0. place: what has failed here, and where."""

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -191,11 +191,12 @@ class Monitor:
         _current = None  # those that have ended are no ranks of a later job
         self._wake()
 
-    def find_cause(self, kind: str, place: str = "") -> Failure | None:
+    def find_cause(self, kind: str, place: str = "", missing: Sequence[int] = ()) -> Failure | None:
         """Return the first cause, as rank 0 knows it; None where it is not known.
 
         kind: what this rank has seen, "lost" for a connection and "timeout" for a collective.
-        place: what has failed, and where: "barrier() at train.py, line 9, in save".
+        place: what has failed, and where: "barrier() at train.py, line 9, in save". missing: the
+        ranks that torch names for it, on rank 0.
         """
         decisions = self.decisions
         with self._lock:
@@ -204,7 +205,7 @@ class Monitor:
             if not (decisions.first or self.leaving or rank_0_left):
                 self._response.clear()
                 if self.rank == 0:
-                    decisions.query(0, kind, time.monotonic(), place)
+                    decisions.query(0, kind, time.monotonic(), place, missing)
                 else:
                     self.send_all({"kind": "query", "about": kind, "place": place})
         self._wake()

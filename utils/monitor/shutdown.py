@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -54,6 +54,7 @@ _RUNTIME_ERROR_OF_TORCH = (
 # Errors that the kit raises on all ranks name the one that failed: "cannot load /scratch/run/step-
 # 000000001 on rank 1 on n2: the state does not match".
 _FAILED_RANK = r" on rank (\d+) on ([\w.-]+): "
+_MONITORED_BARRIER = r"Ranks? ([\d, ]+) failed to pass monitoredBarrier"
 _DDP_ERROR = r"expects same model|appears not to match sizes|finished reduction in the prior"
 _PEER_FAILURES = {
     "lost": r"(closed|reset) by (remote )?peer|Broken pipe|Connection (was likely )?closed"
@@ -184,7 +185,9 @@ class Shutdown:
         failed_rank = f"rank {rank} on {host}"
         failure = Failure(f"{failed_rank} failed: {description}", "exception", rank, host)
         kind = peer_failure(error) if self._world_size > 1 else ""
-        first = self._first_cause(kind, failure, _place_of(error) if kind else "")
+        found = re.search(_MONITORED_BARRIER, text) if kind else None
+        missing = [int(number) for number in re.findall(r"\d+", found[1])] if found else []
+        first = self._first_cause(kind, failure, _place_of(error) if kind else "", missing)
         self._release_closing_ranks()
 
         is_root_cause = first == failure and failed_rank == self._this_rank
@@ -215,15 +218,18 @@ class Shutdown:
         self._leave(failure if is_root_cause else None)
         return True
 
-    def _first_cause(self, kind: str, failure: Failure, place: str) -> Failure | None:
+    def _first_cause(
+        self, kind: str, failure: Failure, place: str, missing: Sequence[int]
+    ) -> Failure | None:
         """Return what failed first; None where no rank knows.
 
-        kind: see peer_failure(). place: of the collective that has failed.
+        kind: see peer_failure(). place: of the collective that has failed. missing: ranks that
+        torch names for it.
         """
         if self._monitor is None:
             return None if kind else failure
         if kind:
-            return self._monitor.find_cause(kind, place)
+            return self._monitor.find_cause(kind, place, missing)
         return self._monitor.report_failure(failure)
 
     def _leave(self, cause: Failure | None, how: str = _LEFT) -> None:
