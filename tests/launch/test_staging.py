@@ -333,67 +333,6 @@ def test_a_signal_while_packing_leaves_no_file(shared: Shared, name: str) -> Non
     assert {path.suffix for path in cache.iterdir()} <= {".lock", ".index"}
 
 
-def settle(folder: Path) -> None:
-    """Let all files below a folder be older than the seconds in which an index is not written."""
-    for path in (*folder.rglob("*"), folder):
-        os.utime(path, (time.time() - 60,) * 2, follow_symlinks=False)
-
-
-@pytest.mark.parametrize("change", ["module in place", "extension in place", ".pth in place", "data in place", "new",
-                                    "removed", "renamed", "folder removed", "link"])
-def test_a_change_is_noticed_without_a_walk_over_all_files(shared: Shared, change: str) -> None:
-    heavy = shared.packages / "heavy"
-    for name in ("part.py", "part.so", "part.json", "other.py"):
-        (heavy / name).write_text("")
-    (heavy / "inner").mkdir()
-    settle(shared.packages)
-    shared.launch()
-    index, = (shared.folder / "env" / ".ddpkit-stage").glob("*.index")
-    before = index.stat().st_ino
-    shared.launch()
-    assert len(shared.copies) == 1 and index.stat().st_ino == before
-
-    files = {"module": heavy / "part.py", "extension": heavy / "part.so", "data": heavy / "part.json",
-             ".pth": shared.packages / "editable.pth"}
-    if change.endswith("in place"):
-        with files[change.split()[0]].open("a") as file:
-            file.write("\n")
-    elif change == "new":
-        (heavy / "inner" / "new.py").write_text("")
-    elif change == "removed":
-        (heavy / "other.py").unlink()
-    elif change == "renamed":
-        (heavy / "other.py").rename(heavy / "part.py")
-    elif change == "folder removed":
-        (heavy / "inner").rmdir()
-    else:
-        (shared.packages / "link").unlink()
-        (shared.packages / "link").symlink_to("torch")
-    ranks, output = shared.launch()
-    assert shared.uses_copy(ranks) and len(shared.copies) == 2 and "staging: packed" in output
-
-
-@pytest.mark.parametrize("content", ["", "a b c", "key 0 9999", "torn"])
-def test_a_damaged_index_is_written_again(shared: Shared, content: str) -> None:
-    settle(shared.packages)
-    shared.launch()
-    index, = (shared.folder / "env" / ".ddpkit-stage").glob("*.index")
-    whole = index.read_bytes()
-    index.write_bytes(whole[:-3] if content == "torn" else content.encode())
-    ranks, output = shared.launch()
-    assert shared.uses_copy(ranks) and "staging" not in output and index.read_bytes() == whole
-
-
-def test_an_index_of_another_user_is_not_used(shared: Shared) -> None:
-    settle(shared.packages)
-    shared.launch()
-    index, = (shared.folder / "env" / ".ddpkit-stage").glob("*.index")
-    index.write_bytes(b"forged " + index.read_bytes().partition(b" ")[2])
-    os.chown(index, 12345, 12345)
-    ranks, output = shared.launch()
-    assert shared.uses_copy(ranks) and "staging" not in output, output
-
-
 def test_a_launch_by_the_python_of_the_ranks(shared: Shared) -> None:
     """It knows its own folders, and starts no Python to list them."""
     words = [str(shared.python), *LAUNCH[1:], "-n", "2", "--independent", "--stage-dir", str(shared.disk),
