@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,22 @@ def test_ranks_that_torch_names_are_at_fault() -> None:
         "rank 2 on h2 did not enter monitored_barrier() at train.py, line 10, in <module>. It does not respond")
 
 
+def test_a_lost_host_explains_a_collective_that_times_out() -> None:
+    of = decisions()
+    killed(of, lost=True)
+    of.query(2, "timeout", now=0.0)
+    [sent, _] = of.respond(0.1)  # the ranks are not asked where they are
+    assert isinstance(sent, Send) and sent.message["cause"].kind == "lost"
+
+
+def test_rank_0_that_asks_itself_reports_to_the_launcher_when_it_ends() -> None:
+    of = decisions()
+    of.failed(1, BAD)
+    of.query(0, "lost", now=0.0)
+    of.query(2, "lost", now=0.0)
+    assert of.respond(0.1) == [Send({"kind": "cause", "cause": BAD}, [0, 2])]
+
+
 def test_ranks_that_hang_are_ended_when_no_other_runs() -> None:
     of = decisions()
     of.query(2, "timeout", now=0.0)
@@ -168,6 +185,15 @@ def test_text_of_a_hang_is_cut() -> None:
     assert len(decisions().hang("x" * 100_000, [1]).text) == 1 << 14
 
 
+@pytest.mark.parametrize("changes", [{"group": "1 (ranks 0,2)"}, {"between_two": True, "peer": 2}])
+def test_a_rank_that_waits_in_a_group_or_for_a_peer_is_not_stuck_by_a_rank_that_left(changes: dict[str, Any]) -> None:
+    """The numbers of these do not count the collectives of all ranks."""
+    of, waits = decisions(), [Collective(**{**call(9), **changes})]
+    of.left(1, LEFT, None, 4)
+    assert of.find_stuck(0.0, 5, lambda: waits) is None
+    assert of.find_stuck(400.0, 5, lambda: waits) is None
+
+
 def test_progress_begins_the_limit_of_a_lost_host_again() -> None:
     of = decisions()
     killed(of, lost=True)
@@ -184,6 +210,14 @@ def test_rank_0_and_the_one_at_fault_report_to_the_launcher(rank: int, rank_0_le
     if rank_0_left:
         of.left(0, None, None, 3)
     assert of.reports(BAD) == expected
+
+
+@pytest.mark.parametrize(("rank", "cause", "expected"), [
+    (0, BAD, False), (1, BAD, True), (2, BAD, False),  # a traceback is there already
+    (0, LEFT, True), (1, LEFT, False), (2, LEFT, False)])
+def test_one_rank_prints_the_cause_where_there_is_no_launcher(rank: int, cause: Failure, expected: bool) -> None:
+    of = decisions(rank)
+    assert of.prints(cause) == expected
 
 
 def left_rank(of: Decisions, rank: int, cause: Failure | None = None) -> None:

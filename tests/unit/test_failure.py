@@ -1,9 +1,11 @@
 """How a rank ends: waiting for the others where NCCL needs it, and the report of a failure."""
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from tests.unit.programs import python
 from utils.checkpoint import CheckpointError, contents
-from utils.monitor.shutdown import Shutdown, peer_failure
+from utils.monitor.shutdown import Shutdown, peer_failure, write_error_file
 
 HOST = socket.gethostname()
 
@@ -78,6 +80,19 @@ GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] "
     (ConnectionResetError("Connection reset by peer"), "")])
 def test_errors_of_torch_because_of_another_rank(error: BaseException, kind: str) -> None:
     assert peer_failure(error) == kind
+
+
+def test_torchrun_takes_the_rank_that_failed_first_for_the_root_cause(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compares the times in the error files, and the time of a killed rank, which has no file."""
+    times = []
+    for is_root_cause in (True, False):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+        write_error_file("rank 1 on n2 failed", is_root_cause=is_root_cause)
+        message = json.loads((tmp_path / "error").read_text())["message"]
+        assert message["message"] == message["extraInfo"]["py_callstack"] == "rank 1 on n2 failed"
+        times.append(int(message["extraInfo"]["timestamp"]))
+    assert times[1] - times[0] >= 60
 
 
 def test_start_that_hangs_is_ended_with_its_location() -> None:

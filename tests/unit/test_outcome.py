@@ -94,6 +94,13 @@ ROWS: dict[str, Row] = {
     "the only other host is lost": ({"lost": [CUT]}, 1, "lost", None, "n2", ("n2",)),
     "a host is lost after the end": ({"lost": [CUT], "ends": ends((0, 0, 1), (1, 0, 2))}, 0, "complete", None, None,
                                      ()),
+    "a host is lost after a stop": ({"lost": [CUT], "stopped_by": 15, "stopped_at": 4.0, "ends": ends((0, SIGTERM, 9))},
+                                    SIGTERM, "stop", None, None, ()),
+    "aborted by gloo": ({"ends": ends((1, SIGABRT, 1)), "reported": KILLED, "reported_at": 1.1}, SIGABRT, "killed", 1,
+                        "n2", ()),  # the ranks know why
+    "a bus error at the limit of memory of the job": (
+        {"ends": ends((1, SIGBUS, 1)), "out_of_memory": OutOfMemory("Detected 1 oom_kill event", "n2")}, SIGBUS,
+        "status", 1, "n2", ()),
     "no agent connects": ({"problem": Failure("no agent has connected from n2", "launch", None, "n2"),
                            "problem_at": 1.0}, 1, "launch", None, "n2", ("n2",)),
     "stopped": ({"ends": ends((0, SIGTERM, 9), (1, SIGTERM, 9)), "stopped_by": 15, "stopped_at": 8.0}, SIGTERM, "stop",

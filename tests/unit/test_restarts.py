@@ -187,3 +187,17 @@ def test_a_host_is_left_out_by_its_name_in_the_plan(capsys: pytest.CaptureFixtur
     assert Restarts(replan(()), replan, 0).run(start).complete
     assert plans[-1].hosts == ("n1.lab", "n3.lab")
     assert "restart 1 without n2.lab, with n3.lab instead" in capsys.readouterr().err
+
+
+def test_a_spare_that_takes_a_place_does_not_count_as_a_restart_on_the_same_hosts(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    def replan(without: tuple[str, ...]) -> Plan:
+        return make(job("pbs", (1, 1, 1)), PBS, spare=1, without=without)
+
+    results = [LaunchResult() for _ in range(3)]
+    results[0].host_lost("n2", "the connection to n2 was lost", 1.0)
+    results[1].process_ended("rank 0", 3, 1.0, others=False, rank=0)
+    results[2].process_ended("rank 0", 0, 1.0, others=False, rank=0)
+    remaining = iter(results)
+    assert Restarts(replan(()), replan, 1).run(lambda plan: Ended(next(remaining).conclude())).complete
+    assert "restart 2 on the same hosts; 0 more allowed" in capsys.readouterr().err

@@ -54,6 +54,17 @@ def test_ranks_of_one_host_share_a_private_file(folder: Path) -> None:
     assert find_secret({}, HERE, "") == ""
 
 
+def test_a_link_to_another_file_of_the_user_is_no_secret(folder: Path, tmp_path: Path) -> None:
+    """Another user may have made it, and may know what the file holds."""
+    find_secret({}, HERE, "srun:7:0")
+    name, = os.listdir(folder)
+    forget_secret("srun:7:0")
+    (private := tmp_path / "private").write_text("known to others")
+    private.chmod(0o600)
+    os.link(private, folder / name)
+    assert find_secret({}, HERE, "srun:7:0") != find_secret({FILE: str(private)}, HERE, "srun:7:0")
+
+
 def test_ranks_that_start_at_once_share_one_secret(folder: Path) -> None:
     code = ("import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
             "from utils.launchers import Placement; from utils.startup import secret\n"
@@ -81,8 +92,8 @@ def test_a_folder_without_space_gives_no_secret(folder: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(("mode", "content", "problem"), [
-    (0o600, "s3cret\n", ""), (0o640, "s3cret\n", "its mode 0640"), (0o600, " \n", "it is empty"),
-    (None, "", "No such file"), (0o700, None, "it is of another kind")])
+    (0o600, "s3cret\n", ""), (0o640, "s3cret\n", "its mode 0640"), (0o604, "s3cret\n", "its mode 0604"),
+    (0o600, " \n", "it is empty"), (None, "", "No such file"), (0o700, None, "it is of another kind")])
 def test_a_file_of_the_user(tmp_path: Path, mode: int | None, content: str | None, problem: str) -> None:
     path = tmp_path / "my secret"
     if content is None:
