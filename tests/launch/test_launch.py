@@ -231,7 +231,7 @@ def test_a_host_without_the_same_files_is_named_before_a_rank_starts(job: Job, b
 @pytest.mark.parametrize(("by", "fault", "status", "cause"), [
     ("ssh", "exit=7:2", 7, "rank 2 on h2 ended with exit status 7"),
     ("ssh", "kill:1", 137, "rank 1 on h1 was ended by SIGKILL"),
-    ("torchrun", "exit=7:2", 1, "torchrun on h2 ended with exit status 1"),
+    ("torchrun", "exit=7:2", 1, "rank 2 on h2 ended with exit status 7"),
     *((by, "", 127, "program could not be started: No such file") for by in ("ssh", "mpich5"))])
 def test_a_rank_that_fails_ends_the_others(job: Job, by: str, fault: str, status: int, cause: str) -> None:
     program = job.folder / "program"
