@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.programs import ROOT
+from tests.unit.pythons import make_environment
+from utils import __version__
 
 PLAIN = """
 import os, signal, sys, time, torch, torch.distributed as td
@@ -194,3 +197,48 @@ def test_a_watch_can_be_switched_off(off: tuple[str, ...], tmp_path: Path) -> No
     script = "import os; print(os.environ.get('DDPKIT_WATCH'), os.environ.get('PYTHONPATH'))"
     done = run(tmp_path, *LAUNCH, *off, "train.py", script=script, PYTHONPATH="", **more)
     assert done.stdout.split() == ["None", "None"], done.stdout
+
+
+# The kit in the ranks -----------------------------------------------------------------------------
+
+SHOW = """
+import importlib.util, sys
+from ddpkit import __file__ as file, __version__ as version
+import ddpkit.launchers
+import ddpkit.tools.arguments
+sys.stdout.write(f"kit {version} {file} {importlib.util.find_spec('utils')}\\n")
+"""
+
+
+def launch_kit(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Launch SHOW in an environment of its own, without ddpkit and with a stand-in for torch."""
+    python = make_environment(folder / "env", torch=True)
+    return run(folder, *LAUNCH, "--python", str(python), "-n", "2", *words, "train.py", script=SHOW,
+               **{"PYTHONPATH": "", **more})
+
+
+def test_ranks_without_ddpkit_import_that_of_the_launch_alone(tmp_path: Path) -> None:
+    (tmp_path / "ddpkit" / "docs").mkdir(parents=True)  # a clone beside the script
+    done = launch_kit(tmp_path)
+    assert done.stdout.splitlines() == [f"kit {__version__} {ROOT}/utils/__init__.py None"] * 2, done
+    assert "warning" not in done.stderr
+
+
+def test_unwatched_ranks_without_ddpkit_are_told_the_command(tmp_path: Path) -> None:
+    done = launch_kit(tmp_path, "--no-watch")
+    assert done.stderr.splitlines()[-1].endswith(
+        f"Install it there: {tmp_path}/env/bin/python -m pip install {shlex.quote(str(ROOT))}"), done
+
+
+@pytest.mark.parametrize("version", [__version__, "0.0.7"])
+def test_ranks_with_another_version_of_ddpkit_are_one_warning(tmp_path: Path, version: str) -> None:
+    own = tmp_path / "site" / "ddpkit"
+    (own / "tools").mkdir(parents=True)
+    (own / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    for name in ("launchers.py", "tools/__init__.py", "tools/arguments.py"):
+        (own / name).touch()
+    done = launch_kit(tmp_path, PYTHONPATH=str(own.parent))
+    assert done.stdout.splitlines() == [f"kit {version} {own}/__init__.py None"] * 2, done
+    warning = (f"ddpkit: warning: the ranks import ddpkit 0.0.7 of {own}, and were started by ddpkit {__version__} of "
+               f"{ROOT}/utils. Expected one version. ")
+    assert done.stderr.count(warning) == (version != __version__), done.stderr

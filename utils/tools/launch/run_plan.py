@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import time
@@ -11,6 +12,7 @@ from contextlib import ExitStack, closing, suppress
 
 from ...host.cores import name_ranks
 from ...job import exclude_file
+from ..interpreter import KIT
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .host_ranks import host_processes, start_on_host
@@ -115,9 +117,12 @@ for statement in tree.body if imports else []:
         continue
     for name in (name.partition(".")[0] for name in names):
         if name not in sys.modules and importlib.util.find_spec(name) is None:
+            remedy = ("Install it there, for example with pip install, or activate the environment "
+                      "that has it")
+            if name == "ddpkit":
+                remedy = f"Install it there: {sys.executable} -m pip install {sys.argv[3]}"
             print(f"{script}: ModuleNotFoundError: No module named {name!r} (line "
-                  f"{statement.lineno}) in {sys.executable}. Install it there, for example with "
-                  "pip install, or activate the environment that has it")
+                  f"{statement.lineno}) in {sys.executable}. {remedy}")
             sys.exit()
 """
 
@@ -129,7 +134,7 @@ def _script_error(plan: Plan, *, imports: bool) -> str:
     """
     if not plan.script:
         return ""
-    words = [plan.python, "-c", _FIND_ERROR, plan.script, str(imports)]
+    words = [plan.python, "-c", _FIND_ERROR, plan.script, str(imports), _kit_source()]
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=_SECONDS_TO_FIND, env=dict(plan.environ)
@@ -137,6 +142,12 @@ def _script_error(plan: Plan, *, imports: bool) -> str:
         if found := done.stdout.strip():
             return f"no rank can run {found}"
     return ""
+
+
+def _kit_source() -> str:
+    """Return what pip installs the kit from: its clone, where this process runs from one."""
+    is_clone = os.path.isfile(os.path.join(KIT, "pyproject.toml"))
+    return shlex.quote(KIT) if is_clone else "FOLDER (a clone of ddpkit)"
 
 
 def _list_lost_hosts(plan: Plan, outcome: Outcome) -> None:

@@ -3,7 +3,8 @@
 `ddpkit launch` and `ddpkit watch` put this folder first in PYTHONPATH of the ranks. Where the
 process is a rank, and imports torch.distributed, each default process group is watched; see
 watched.py of the kit, which is loaded from the folder in WATCH, under a name of its own, so that a
-ddpkit of the script is another one. Python 3.6 can run this file, and no module is loaded in vain:
+ddpkit of the script is another one. A script whose environment has no ddpkit imports that of the
+launch. Python 3.6 can run this file, and no module is loaded in vain:
 every Python that a rank starts runs it, too.
 """
 
@@ -15,6 +16,9 @@ CLAIM = "DDPKIT_WATCHED"  # "PID RUN_ID/LOCAL_RANK": the process that is the ran
 HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds; "0" for none
 _MODULE = "torch.distributed.distributed_c10d"
 _PACKAGE = "_ddpkit_watch"
+_KIT = "ddpkit"
+_OLDEST = (3, 10)  # that the kit runs under
+_RANK = ("RANK", "SLURM_PROCID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _LONGEST_SECONDS = 5.0  # that the end of a rank waits for a watch that is being set up
 
 
@@ -92,6 +96,62 @@ class _Finder:
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+class _Kit:
+    """Find the launch's own copy of the kit where sys.path has none, and nothing else beside it.
+
+    A folder that is named like the kit, such as a clone beside the script, is no package.
+    """
+
+    _is_searching = _has_warned = False
+
+    def __init__(self, *, may_warn):
+        self._may_warn = may_warn
+
+    def find_spec(self, name, path, target=None):
+        if name != _KIT or self._is_searching:
+            return None
+        import importlib.util
+
+        self._is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_searching = False
+        own = os.path.join(os.environ[WATCH], "__init__.py")
+        if spec is not None and spec.origin is not None:
+            if self._may_warn and not self._has_warned:
+                self._has_warned = True
+                _warn_of_versions(spec.origin, own)
+            return spec
+        folders = [os.path.dirname(own)]
+        return importlib.util.spec_from_file_location(name, own, submodule_search_locations=folders)
+
+
+def _warn_of_versions(found, own):
+    """Say on rank 0 that the script imports another version of the kit than the launch is."""
+    rank = next((os.environ[name] for name in _RANK if os.environ.get(name)), "0")
+    version, its_version = _version(found), _version(own)
+    if rank == "0" and version != its_version:
+        folder, its_folder = os.path.dirname(found), os.path.dirname(own)
+        sys.stderr.write(
+            f"ddpkit: warning: the ranks import ddpkit {version} of {folder}, and were started by "
+            f"ddpkit {its_version} of {its_folder}. Expected one version. Install the newer one "
+            f"for {sys.executable}, too\n"
+        )
+
+
+def _version(path):
+    """Return the version that the kit's __init__.py sets, or "of unknown version"."""
+    import re
+
+    try:
+        with open(path, "rb") as file:
+            found = re.search(rb"^__version__ = \"([^\"]+)\"", file.read(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).decode(errors="replace") if found else "of unknown version"
 
 
 class _Watch:
@@ -203,6 +263,8 @@ def _main():
     if not os.environ.get(WATCH):
         return
     is_rank = _claim(os.environ)
+    if sys.version_info >= _OLDEST:
+        sys.meta_path.insert(0, _Kit(may_warn=is_rank))
     if is_rank or os.environ.get(HANG_TIMEOUT):
         sys.meta_path.insert(0, _Finder())
     if is_rank:
