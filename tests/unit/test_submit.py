@@ -57,9 +57,9 @@ def quoted(path: str) -> str:
      ["-l select=2:ncpus=32:mpiprocs=4:ompthreads=8:ngpus=4:mem=64gb", "-l place=scatter", "-l walltime=02:00:00",
       "-N t", "-q gpu", "-A abc@v100", "-j oe", "-k doe"], "SBATCH"),
     ("run --site generic-slurm --mail-user ada@example.org --mail-type begin,FAIL --hang-timeout 90 "
-     f"--python {sys.executable} train.py",
+     f"--python {shlex.quote(sys.executable)} train.py",
      ["#SBATCH --mail-user=ada@example.org\n", "#SBATCH --mail-type=BEGIN,FAIL\n", " --hang-timeout 90 -- train.py",
-      f"export PYTHON={sys.executable}\n"], "PBS "),
+      f"export PYTHON={shlex.quote(sys.executable)}\n"], "PBS "),
     ("run --site generic-pbs --mail-user ada@example.org --hang-timeout 0 train.py",
      ["#PBS -M ada@example.org\n", "#PBS -m ea\n", " --hang-timeout 0 -- train.py"], "SBATCH"),
     ("run --site generic-pbs --gpus-per-node 4 -c 8 --launcher torchrun train.py",
