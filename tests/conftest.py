@@ -171,6 +171,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-all", action="store_true", default=os.environ.get("DDPKIT_REQUIRE_ALL") == "1",
                      help="a skipped test is a failure unless marked gpu (also DDPKIT_REQUIRE_ALL=1)")
+    parser.addoption("--all", action="store_true",
+                     help="also the rows that repeat a promise with every launcher, host and kind of job")
     parser.addoption("--quick", action="store_true",
                      help="only the unit tests whose module neither imports torch nor starts programs that do")
     parser.addoption("--real-pbs", metavar="PREFIX", default=os.environ.get("DDPKIT_REAL_PBS"),
@@ -182,14 +184,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--quick"):
-        return
-    slow = re.compile(r"^import torch$|^from torch import|import .*\b(python|run_ranks)$", re.MULTILINE)
-    files = {item.path for item in items if item.path.parent.name == "unit"}
-    fast = {path for path in files if not slow.search(path.read_text())}  # nor in a program that it writes
-    quick = [item for item in items if item.path in fast]
-    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
-    items[:] = quick
+    chosen = items[:]
+    if not config.getoption("--all"):
+        chosen = [item for item in chosen if item.get_closest_marker("matrix") is None]
+    if config.getoption("--quick"):
+        slow = re.compile(r"^import torch$|^from torch import|import .*\b(python|run_ranks)$", re.MULTILINE)
+        files = {item.path for item in items if item.path.parent.name == "unit"}
+        fast = {path for path in files if not slow.search(path.read_text())}  # nor in a program that it writes
+        chosen = [item for item in chosen if item.path in fast]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
 
 
 def _fail_if_skipped(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:

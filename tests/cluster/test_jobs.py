@@ -14,8 +14,9 @@ from tests.cluster.jobs import RANK, TRAIN, Jobs, PbsJobs, SlurmJobs, ranks_on
 from tests.cluster.pbs import HEAD, Pbs
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import ROOT, Result
+from tests.matrix import with_all
 
-BOTH = pytest.mark.parametrize("jobs", ["slurm", "pbs"], indirect=True)
+BOTH = pytest.mark.parametrize("jobs", ["slurm", *with_all("pbs")], indirect=True)
 ONE_RANK = ["--nodes", "1", "--ntasks-per-node", "1"]
 TWO_BY_TWO = "select=2:ncpus=2:mpiprocs=2"
 # Each rank writes its process id and its signals, and ends after SIGTERM with status 5.
@@ -132,6 +133,7 @@ def test_elements_of_a_pbs_array_are_separate_launches(pbs_jobs: PbsJobs) -> Non
         assert done.status == 0 and list(ranks_on(done.output).values()) == [2], done.output
 
 
+@pytest.mark.matrix
 def test_job_is_requeued_after_a_stop_under_torchrun(slurm_jobs: SlurmJobs) -> None:
     (slurm_jobs.folder / "stops.py").write_text(STOPS_ONCE)
     job_id = slurm_jobs.start(["-N2", "-n2", "--ntasks-per-node=1", "--gpus-per-node=1", "--requeue", "--time=5"],

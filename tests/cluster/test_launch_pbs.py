@@ -16,6 +16,7 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import WORK, Pbs
 from tests.launch.launchers import LAUNCH, LIBRARIES, MPIS, RANK_PROGRAM, launch_py
+from tests.matrix import with_all
 
 EXPECTED = [("0", "0", "2", "n1"), ("1", "1", "2", "n1"), ("2", "0", "1", "n2")]
 CHUNKS = "1:ncpus=2:mpiprocs=2+1:ncpus=1:mpiprocs=1"
@@ -40,7 +41,8 @@ def ranks(output: str, launcher: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(("name", "options"), [
-    *((name, []) for name in ("", "pbsdsh", *MPIS)), ("intel", ["--dry-run"]), ("openmpi5", ["--dry-run"])])
+    ("", []), ("mpich5", []), ("openmpi5", []), ("intel", ["--dry-run"]), *with_all(
+        *((name, []) for name in ("pbsdsh", "mpich4", "intel", "openmpi4")), ("openmpi5", ["--dry-run"]))])
 def test_ranks_have_their_environment(pbs: Pbs, name: str, options: list[str], need: Callable[[str], Path]) -> None:
     """There is no ssh. --dry-run prints a command that does the same."""
     line = 'command=$({}) && eval "$command"' if options else "exec {}"
@@ -54,8 +56,9 @@ FIRST_WITHOUT_SLOTS = "1:ncpus=1:mpiprocs=0+2:ncpus=2:mpiprocs=2"
 
 
 @pytest.mark.parametrize(("name", "options", "chunks", "hosts"), [
-    *((name, [], FIRST_WITHOUT_SLOTS, "n2 n2 n3 n3") for name in ("pbs_tmrsh", "pbsdsh", "openmpi5", "openmpi4")),
-    *((name, ["--nodelist", "n2"], CHUNKS, "n2") for name in ("", "mpich5"))])
+    ("pbs_tmrsh", [], FIRST_WITHOUT_SLOTS, "n2 n2 n3 n3"), ("", ["--nodelist", "n2"], CHUNKS, "n2"), *with_all(
+        *((name, [], FIRST_WITHOUT_SLOTS, "n2 n2 n3 n3") for name in ("pbsdsh", "openmpi5", "openmpi4")),
+        ("mpich5", ["--nodelist", "n2"], CHUNKS, "n2"))])
 def test_first_host_of_a_job_may_get_no_rank(pbs: Pbs, name: str, options: list[str], chunks: str, hosts: str,
                                              need: Callable[[str], Path]) -> None:
     """PBS does not report to a host without slots that a task on the first host with slots has ended."""
@@ -66,7 +69,7 @@ def test_first_host_of_a_job_may_get_no_rank(pbs: Pbs, name: str, options: list[
     assert found == [(str(rank), size, host) for rank, host in enumerate(hosts.split())], output
 
 
-@pytest.mark.parametrize("name", ["mpich5", "openmpi5", "intel"])
+@pytest.mark.parametrize("name", ["mpich5", *with_all("openmpi5", "intel")])
 def test_mpi_sends_the_packages_to_each_host(pbs: Pbs, name: str, need: Callable[[str], Path]) -> None:
     """mpiexec starts one process on each host by pbs_tmrsh; the ranks start by pbs_tmrsh alone."""
     folder = f"{WORK}/stage{time.monotonic_ns()}"

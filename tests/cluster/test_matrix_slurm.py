@@ -12,6 +12,7 @@ import pytest
 from tests.cluster.jobs import ranks_on
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import LAUNCH, MPIS, RANK_PROGRAM, launch_py
+from tests.matrix import with_all
 
 TAKEN = re.compile(r"on (\S+), by (\S+), GPU (\d+),")
 # The --launcher of launch.py -> the launcher that the ranks detect.
@@ -25,10 +26,14 @@ NTASKS_PER_NODE = '[ "$SLURM_TASKS_PER_NODE" = 3,1 ] && exec {launch} --ntasks-p
 # with launchers that treat it differently.
 JOBS = [
     ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun openmpi4", RUN),
-    ("-N4 --ntasks-per-node=1 --gpus-per-node=1", [1, 1, 1, 1], "mpich5", RUN),
     ("-N2 -n3 --gpus-per-node=2", [1, 2], "intel", RUN),
-    ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic", [2, 2], "srun openmpi5", RUN),
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --distribution=cyclic", [2, 2], "openmpi5 srun", RUN),
     ("-N2 --gpus-per-node=2", [2, 2], "torchrun", RUN),  # one task per node is requested, and two GPUs
+    ("-N2 -n4 --gpus-per-node=2", [2, 2], "srun", NTASKS_PER_NODE),
+    ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun openmpi5", IN_A_STEP),
+    ("-N2 -n3 --gpus-per-node=2", [1, 2], "srun", PRINTED)]
+MORE_JOBS = [
+    ("-N4 --ntasks-per-node=1 --gpus-per-node=1", [1, 1, 1, 1], "mpich5", RUN),
     ("-N2 -n4 --ntasks-per-node=2 --gpus-per-task=1", [2, 2], "srun", RUN),
     ("-N2 --ntasks-per-node=1 --gpus-per-node=2", [2, 2], "srun mpich5", RUN),  # the header of a torchrun script
     ("-N2 --ntasks-per-node=1 --gpus-per-node=2", [1, 1], "srun", "exec {launch} --ntasks-per-node 1 {rank}"),
@@ -38,10 +43,13 @@ JOBS = [
     ("-N2 --ntasks-per-node=2 --gpus-per-node=2 --gpu-bind=single:1", [2, 2], "mpich5", RUN),
     ("-N2 --ntasks-per-node=2 --gres=gpu:2", [2, 2], "restarts", RUN),
     ("-N2 --exclusive", [2, 2], "srun intel", RUN),  # no GPUs are requested: a step gets none
-    ("-N2 -n4 --gpus-per-node=2", [2, 2], "srun", NTASKS_PER_NODE),
-    ("-N2 --ntasks-per-node=2 --gpus-per-node=2", [2, 2], "srun openmpi5", IN_A_STEP),
-    ("-N2 -n3 --gpus-per-node=2", [1, 2], "srun", PRINTED),
     ("-N2 --gpus-per-node=2", [2, 2], "openmpi5", PRINTED)]
+
+
+def with_launchers(jobs: list[tuple[str, list[int], str, str]], which: slice) -> list[tuple[str, list[int], str, str]]:
+    """Each job with each of these of its launchers."""
+    return [(options, expected, launcher, run) for options, expected, launchers, run in jobs
+            for launcher in launchers.split()[which]]
 
 
 def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: str, launcher: str, *more: str,
@@ -52,7 +60,8 @@ def launched(slurm: SlurmCluster, need: Callable[[str], Path], options: str, lau
 
 
 @pytest.mark.parametrize(("options", "expected", "launcher", "run"), [
-    (options, expected, launcher, run) for options, expected, launchers, run in JOBS for launcher in launchers.split()])
+    *with_launchers(JOBS, slice(1)),
+    *with_all(*with_launchers(JOBS, slice(1, None)), *with_launchers(MORE_JOBS, slice(None)))])
 def test_each_rank_has_a_gpu_to_itself(slurm: SlurmCluster, need: Callable[[str], Path], options: str,
                                        expected: list[int], launcher: str, run: str) -> None:
     output = launched(slurm, need, options, launcher, run=run)
@@ -72,14 +81,14 @@ def test_a_heterogeneous_job_is_started_with_srun(slurm: SlurmCluster) -> None:
     assert len({(host, gpu) for host, _, gpu in TAKEN.findall(output)}) == 5, output
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun", "mpich5"])
+@pytest.mark.parametrize("launcher", ["srun", *with_all("torchrun", "mpich5")])
 def test_launch_on_a_part_of_a_job(slurm: SlurmCluster, need: Callable[[str], Path], launcher: str) -> None:
     output = launched(slurm, need, "-N4 --ntasks-per-node=2 --gpus=8", launcher, "--nodelist", "node[3-4]")
     assert sorted(TAKEN.findall(output)) == [
         (host, LAUNCHERS[launcher], gpu) for host in ("node3", "node4") for gpu in "01"], output
 
 
-@pytest.mark.parametrize("launcher", ["srun", "mpich5"])
+@pytest.mark.parametrize("launcher", ["srun", *with_all("mpich5")])
 def test_no_rank_takes_the_gpu_of_another_job(slurm: SlurmCluster, need: Callable[[str], Path], launcher: str) -> None:
     other = slurm.sbatch("-w", "node1", "--gpus-per-node=1", script="#!/bin/bash\nsleep 100\n")
     slurm.wait_for(other, {"RUNNING"})

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.hosts import wait_until
 from tests.cluster.jobs import TRAIN, PbsJobs, SlurmJobs, ranks_on
 from tests.cluster.pbs import Pbs
@@ -34,6 +36,7 @@ def job_ids(jobs: SlurmJobs | PbsJobs) -> list[str]:
     return list(json.loads(record.read_text())["job_ids"])
 
 
+@pytest.mark.matrix
 def test_requeued_slurm_job_and_the_next_of_its_chain_avoid_a_bad_node(slurm: SlurmCluster) -> None:
     jobs = SlurmJobs(slurm)
     checkpoints = jobs.folder / "checkpoints"

@@ -60,6 +60,7 @@ def test_requeued_job_resumes_where_it_stopped(slurm: SlurmCluster, tmp_path: Pa
     assert slurm.job(job_id)["Restarts"] == "1"
 
 
+@pytest.mark.matrix
 def test_local_executor_resumes_too(tmp_path: Path, expected: str) -> None:
     def preempt(job_id: str) -> None:
         for task in Path(f"/proc/{job_id}/task/{job_id}/children").read_text().split():

@@ -14,6 +14,7 @@ from tests.docs import pages
 from tests.docs.pages import GUIDE, Shell
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", pages.with_commands("pbs"))
 def test_commands_write_what_the_page_shows(pbs: Pbs, name: str) -> None:
     folder = f"{WORK}/guide-{time.monotonic_ns()}"  # a real PBS keeps those of earlier runs

@@ -12,6 +12,7 @@ from tests.docs import pages
 from tests.docs.pages import GUIDE, Shell
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", pages.with_commands("slurm"))
 def test_commands_write_what_the_page_shows(slurm: SlurmCluster, name: str, tmp_path: Path) -> None:
     kit = pages.copy_kit(slurm.work / tmp_path.name)

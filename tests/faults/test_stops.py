@@ -75,6 +75,7 @@ def is_in_command_lines(path: str) -> bool:
     return subprocess.run(["pgrep", "-f", path], stdout=subprocess.DEVNULL).returncode == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("slow_requeue")
 def test_slurm_stops_signals_and_requeues_a_job(slurm: SlurmCluster, whole: str) -> None:
     def runs(job: str) -> bool:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts, killed_at_end, wait_until
 from tests.faults.programs import ENVIRONMENT, LAUNCH, ROOT, SURVIVE, done_line, run_ranks
+from tests.matrix import with_all
 
 SLOWLY = [*SURVIVE, "--step-seconds", "0.05"]
 
@@ -47,13 +48,16 @@ def test_all_ranks_save_when_all_processes_are_terminated() -> None:
     assert ended.returncode == 0 and "3 of 3 stops right" in ended.stdout, ended.stdout
 
 
+SHARDED_KILLS = ["--kills", "2", "--ranks", "4", SHARDED]
+COMPILED_KILLS = ["--kills", "1", "--preload", "torch._inductor.compile_fx", *SURVIVE, "--epochs", "1", "--compile"]
+
+
 @pytest.mark.parametrize("words", [
     ["--kills", "2", "--ranks", "3", *SURVIVE, "--epochs", "1"],  # the sum of two is the same in either order
-    *(["--kills", "2", "--ranks", "4", SHARDED, *more] for more in ([], ["--zero"])),
-    ["--kills", "2", "--log", str(ROOT / "examples" / "03_text_lm.py"), "--steps", "60"],
-    *(["--kills", "1", "--preload", "torch._inductor.compile_fx", *SURVIVE, "--epochs", "1", "--compile", where,
-       "--compiler", compiler] for where, compiler in (("inside", "inductor"), ("outside", "aot_eager"))),
-], ids=["plain", "sharded", "zero", "log", "compiled inside", "compiled outside"])
+    SHARDED_KILLS, ["--kills", "2", "--log", str(ROOT / "examples" / "03_text_lm.py"), "--steps", "60"],
+    [*COMPILED_KILLS, "outside", "--compiler", "aot_eager"],
+    *with_all([*SHARDED_KILLS, "--zero"], [*COMPILED_KILLS, "inside", "--compiler", "inductor"]),
+], ids=["plain", "sharded", "log", "compiled outside", "zero", "compiled inside"])
 def test_ranks_killed_at_random_moments(words: list[str], need: Callable[[str], Path]) -> None:
     """kills.py does it as often as it is asked to."""
     if "inductor" in words:
@@ -103,6 +107,7 @@ def train_under_two_agents(folder: Path, hosts: Hosts | None) -> str:
     return text
 
 
+@pytest.mark.matrix
 def test_two_agents_on_one_host_recover_from_a_kill(tmp_path: Path, whole: str) -> None:
     text = train_under_two_agents(tmp_path / "checkpoints", None)
     assert "2 ranks on 1 host, started by torchrun" in text and "resuming after step" in text, text

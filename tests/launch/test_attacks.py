@@ -15,6 +15,7 @@ from tests.cluster.hosts import Hosts, killed_at_end, wait_until
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import ROOT, Lab, Result, launch_py
 from tests.launch.test_launch import Job
+from tests.matrix import with_all
 
 PORTS = "20900-20905"
 TRAINS = f"""\
@@ -70,11 +71,12 @@ def run(job: Job, by: str) -> Result:
                              ("h2", ["bash", "-c", 'sleep 3; exec "$@"', "rank 1", *words], {**env, "RANK": "1"})])
 
 
-@pytest.mark.parametrize("by", ["by hand", "ssh", "openmpi5", "torchrun", "doctor"])
+@pytest.mark.parametrize("by", ["by hand", "ssh", "doctor", *with_all("openmpi5", "torchrun")])
 def test_an_attacker_ends_misleads_and_reads_nothing(job: Job, by: str) -> None:
     attack(job.lab.hosts, job.folder, ("h1", "h2", "h3"), by, lambda: run(job, by))
 
 
+@pytest.mark.matrix
 def test_an_attacker_of_a_slurm_job(slurm: SlurmCluster, need: Callable[[str], Path]) -> None:
     """From a node that is not of the job."""
     folder = slurm.folder / "attacked"

@@ -11,6 +11,7 @@ from tests.cluster.hosts import wait_until
 from tests.cluster.pbs import WORK, Pbs
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import ROOT, STARTED, TORCHRUN, Lab, Result
+from tests.matrix import with_all
 
 EXAMPLE = (ROOT / "examples" / "01_ddp_minimal.py").read_text()
 OTHER = 'raise ImportError("this is not the kit")\n'
@@ -35,8 +36,8 @@ def assert_trained(done: Result, hosts: int, start: str) -> None:
 
 
 @pytest.mark.parametrize(("by", "others"), [
-    ("torchrun", UTILS), ("mpich", UTILS), ("ddpkit launch", UTILS), ("ddpkit launch", [])],
-    ids=["torchrun", "mpich", "ddpkit launch", "ddpkit launch, an empty folder"])
+    ("torchrun", UTILS), ("ddpkit launch", []), *with_all(("mpich", UTILS), ("ddpkit launch", UTILS))],
+    ids=["torchrun", "ddpkit launch, an empty folder", "mpich", "ddpkit launch"])
 def test_a_copy_trains(by: str, others: list[str], tmp_path: Path, lab: Lab) -> None:
     copy(tmp_path, others)
     program, hosts, start = [str(tmp_path / TRAIN[0]), *TRAIN[1:]], 1, STARTED.get(by, f"started by {by}")

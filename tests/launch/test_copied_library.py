@@ -10,10 +10,11 @@ import pytest
 
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import ROOT, STARTED, TORCHRUN, Lab
+from tests.matrix import with_all
 
 ARGUMENTS = {"01_ddp_minimal": ["--epochs", "1"], "02_distributed_sampler": [],
              "05_survive": ["--epochs", "1", "--folder", "survive"]}
-PAIRS = [("torchrun", "05_survive"), ("openmpi5", "01_ddp_minimal"), ("srun", "02_distributed_sampler")]
+PAIRS = [("torchrun", "05_survive"), *with_all(("openmpi5", "01_ddp_minimal"), ("srun", "02_distributed_sampler"))]
 
 
 @pytest.mark.parametrize(("by", "example"), PAIRS)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.launch.launchers import MEET, MPIS, SHOW, STARTED, TORCHRUN, TRAIN, Lab, Result, assert_met, final_loss
+from tests.matrix import with_all
 from utils.host.cores import parse_ranges, read_topology
 
 LIBRARIES = [sys.executable, str(Path(__file__).with_name("libraries.py"))]
@@ -46,8 +47,8 @@ def test_same_loss_with_ranks_set_by_hand(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(("mpi", "hosts", "when"), [
-    ("mpich5", "h1 h1 h2", "after"), ("mpich4", "h2 h2 h3", "before"), ("intel", ON_TWO_HOSTS, "before"),
-    ("openmpi5", ON_TWO_HOSTS, "before"), ("openmpi4", "h1 h2 h1 h2", "after")])
+    ("mpich5", "h1 h1 h2", "after"), ("openmpi5", ON_TWO_HOSTS, "before"), *with_all(
+        ("mpich4", "h2 h2 h3", "before"), ("intel", ON_TWO_HOSTS, "before"), ("openmpi4", "h1 h2 h1 h2", "after"))])
 def test_mpi4py_may_be_imported_before_or_after(lab: Lab, mpi: str, hosts: str, when: str) -> None:
     done = lab.mpi(mpi, hosts, [*MEET, "--mpi4py", when], env=lab.mpi4py(mpi))
     assert_met(done, hosts, MPIS[mpi][1])
@@ -56,7 +57,7 @@ def test_mpi4py_may_be_imported_before_or_after(lab: Lab, mpi: str, hosts: str, 
         assert f"MPI says rank {rank} of {size}, sum {size}" in done.line(f"rank {rank} of")
 
 
-@pytest.mark.parametrize(("mpi", "library"), [("mpich5", "openmpi4"), ("openmpi4", "mpich5")])
+@pytest.mark.parametrize(("mpi", "library"), [("openmpi4", "mpich5"), *with_all(("mpich5", "openmpi4"))])
 def test_stale_variables_and_mpi4py_of_another_mpi_do_no_harm(lab: Lab, mpi: str, library: str) -> None:
     stale = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "nowhere", "SLURM_PROCID": "0"}
     node_file = lab.hosts.folder / "nodes"
@@ -69,7 +70,7 @@ def test_stale_variables_and_mpi4py_of_another_mpi_do_no_harm(lab: Lab, mpi: str
     assert "MASTER_ADDR=nowhere" in done.output
 
 
-@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"])
+@pytest.mark.parametrize("mpi", ["openmpi5", *with_all("openmpi4")])
 def test_open_mpi_on_several_hosts_outside_a_job_needs_an_address(lab: Lab, mpi: str) -> None:
     """Without mpi4py there. On one host, nothing has to be exported."""
     assert_met(lab.run("h1", [*lab.mpiexec(mpi, "h1 h1"), *MEET]), "h1 h1", "openmpi")
@@ -81,8 +82,8 @@ def test_open_mpi_on_several_hosts_outside_a_job_needs_an_address(lab: Lab, mpi:
 
 # Intel's mpiexec itself does not start ranks where its own host name does not resolve.
 @pytest.mark.parametrize(("odd_lab", "mpi"), [
-    ("debian", "mpich5"), ("debian", "openmpi5"), ("debian", "intel"), ("none", "openmpi4"), ("none", "openmpi5"),
-    ("none", "mpich4")], indirect=["odd_lab"])
+    ("debian", "openmpi5"), ("none", "mpich4"), *with_all(
+        ("debian", "mpich5"), ("debian", "intel"), ("none", "openmpi4"), ("none", "openmpi5"))], indirect=["odd_lab"])
 def test_host_names_that_lie(odd_lab: Lab, mpi: str) -> None:
     """A name that resolves to 127.0.1.1 on its own host, or nowhere: mpiexec itself is given addresses."""
     assert_met(odd_lab.mpi(mpi, ON_TWO_HOSTS, MEET), ON_TWO_HOSTS, MPIS[mpi][1])
@@ -114,7 +115,7 @@ def test_rank_0_is_found_by_its_name_on_the_fabric(need: Callable[[str], Path]) 
     assert_met(done, "h1 h2", "env")
 
 
-@pytest.mark.parametrize("launcher", ["openmpi5", "torchrun"])
+@pytest.mark.parametrize("launcher", ["torchrun", *with_all("openmpi5")])
 def test_libraries_see_the_launch_and_programs_of_a_rank_do_not(lab: Lab, launcher: str) -> None:
     if launcher == "torchrun":
         done = lab.run("h1", [*TORCHRUN, "--standalone", "--nproc-per-node=2", *LIBRARIES[1:]], seconds=250)

@@ -16,6 +16,7 @@ import pytest
 from tests.cluster.hosts import CLEAN_ENV
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import LAUNCH, MEET, ROOT, SHOW, TORCHRUN, Lab
+from tests.matrix import with_all
 
 Launch = Callable[..., str]
 
@@ -38,12 +39,15 @@ def launch(request: pytest.FixtureRequest) -> Launch:
     return run
 
 
+# Some launchers end the other ranks before these can say anything, and report the signal themselves.
+KILLED = r"rank 1 on \w+1|signal:? 9|exit code: 9|killed|SIGKILL|status 137"
+
+
 @pytest.mark.parametrize(("launcher", "fault", "cause"), [
     ("mpich5", "late:2", "1 of 4 ranks did not join: rank 2"),
-    ("srun", "late:2", "1 of 4 ranks did not join: rank 2"),
-    # Some launchers end the other ranks before these can say anything, and report the signal themselves.
-    *((launcher, "kill-during:1", r"rank 1 on \w+1|signal:? 9|exit code: 9|killed|SIGKILL|status 137") for launcher in (
-        "mpich4", "openmpi5", "srun"))])
+    ("srun", "kill-during:1", KILLED), *with_all(
+        ("srun", "late:2", "1 of 4 ranks did not join: rank 2"), ("mpich4", "kill-during:1", KILLED),
+        ("openmpi5", "kill-during:1", KILLED))])
 def test_a_lost_rank_ends_the_start(launch: Launch, launcher: str, fault: str, cause: str) -> None:
     output = launch(launcher, MEET, fault, ranks=2, timeout=6)
     assert re.search(cause, output, re.IGNORECASE), output
@@ -58,7 +62,7 @@ def test_a_rank_that_cannot_start_is_an_error_without_a_traceback(launch: Launch
     assert cause in output and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("launcher", ["mpich5", "openmpi5", "srun"])
+@pytest.mark.parametrize("launcher", ["srun", *with_all("mpich5", "openmpi5")])
 def test_an_exception_ends_the_launch_with_its_traceback_first(launch: Launch, launcher: str) -> None:
     output = launch(launcher, SHOW, "raise:1")
     first = output.index("Traceback (most recent call last)")
@@ -86,7 +90,7 @@ HUNG = (r"rank 1 on \w+2 \(pid \d+\) did not enter collective \d+, in which rank
     ("srun", "kill-after-exchange:1", "rank 1 on node2 .*died while torch was connecting the ranks"),
     ("srun", "kill-training:1", r"rank 1 on node2 \(pid \d+\) ended without a report"),
     ("mpich5", "close:0", UNEVEN.format(0, 1)), ("openmpi5", "exit:1", UNEVEN.format(1, 2)),
-    ("srun", "return:1", UNEVEN.format(1, 2)), ("openmpi5", "hang:1", HUNG), ("srun", "hang:1", HUNG)])
+    ("openmpi5", "hang:1", HUNG), *with_all(("srun", "return:1", UNEVEN.format(1, 2)), ("srun", "hang:1", HUNG))])
 def test_a_rank_that_is_lost_later_is_named(launch: Launch, launcher: str, fault: str, cause: str) -> None:
     output = launch(launcher, SHOW, fault)
     assert re.search(cause, output), output
@@ -116,6 +120,7 @@ with setup_distributed("gloo", hang_timeout=4) as job:
 """
 
 
+@pytest.mark.matrix
 def test_hung_rank_and_its_workers_end_under_every_launcher(lab: Lab) -> None:
     """All launchers at the same time: the ranks mostly wait. A run ends when nothing holds its output open."""
     program, node_file = lab.hosts.folder / "locked.py", lab.hosts.folder / "nodes"

@@ -17,6 +17,7 @@ import pytest
 from tests.cluster.hosts import wait_until
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import GROUPS, PUBLIC, RANK_PROGRAM, ROOT, TRAINS_FOR_EVER, assert_met, launch_py
+from tests.matrix import with_all
 from utils.host import process
 from utils.job import exclude_file
 
@@ -48,6 +49,7 @@ def launches(slurm: SlurmCluster, need: Callable[[str], Path]) -> Iterator[Launc
     shutil.rmtree(folder)
 
 
+@pytest.mark.matrix
 def test_ranks_see_the_gpus_of_their_node(launches: Launches) -> None:
     both = [launches.line(by, "sh", "-c", "echo gpus $CUDA_VISIBLE_DEVICES") for by in ("srun", "torchrun")]
     for request in ("-N2 --exclusive", "-N2 --gres=gpu:2"):
@@ -62,6 +64,7 @@ def test_rank_0_reads_standard_input(launches: Launches) -> None:
     assert sorted(re.findall("^read .*", done.output, re.MULTILINE)) == ["read 0", "read 288894"], done.output
 
 
+@pytest.mark.matrix
 def test_script_that_forms_no_group_is_named_at_its_end(launches: Launches) -> None:
     script = launches.folder / "train.py"
     script.write_text("import torch\n")
@@ -70,7 +73,7 @@ def test_script_that_forms_no_group_is_named_at_its_end(launches: Launches) -> N
     assert output.count("2 independent copies of train.py ran: no rank formed a process group of torch") == 1, output
 
 
-@pytest.mark.parametrize("by", ["mpich5", "openmpi4"])
+@pytest.mark.parametrize("by", ["mpich5", *with_all("openmpi4")])
 def test_ranks_of_an_mpiexec_have_slurm_variables_of_a_task(launches: Launches, by: str) -> None:
     """Not those of the mpiexec's daemons, of which there are two."""
     command = ["sh", "-c", "echo task $RANK: $SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID of $SLURM_NTASKS, "
@@ -81,9 +84,9 @@ def test_ranks_of_an_mpiexec_have_slurm_variables_of_a_task(launches: Launches, 
 
 
 @pytest.mark.parametrize(("request_", "means", "expected", "with_torchrun"), [
-    ("-N2 -n3 --gres=gpu:2", "--torch", ["0/2 node1 0", "1/2 node1 0", "0/1 node2 1"], None),
     ("-N2 -n4 --ntasks-per-node=2 -m cyclic", "--sockets", ["0/2 node1 0", "0/2 node2 1", "1/2 node1 0", "1/2 node2 1"],
-     ["0/2 node1 0", "1/2 node1 0", "0/2 node2 1", "1/2 node2 1"])])
+     ["0/2 node1 0", "1/2 node1 0", "0/2 node2 1", "1/2 node2 1"]), *with_all(
+        ("-N2 -n3 --gres=gpu:2", "--torch", ["0/2 node1 0", "1/2 node1 0", "0/1 node2 1"], None))])
 def test_code_written_for_torchrun_is_one_training(launches: Launches, request_: str, means: str, expected: list[str],
                                                    with_torchrun: list[str] | None) -> None:
     """Code that knows the variables of torchrun and not the kit."""
@@ -97,7 +100,7 @@ def test_code_written_for_torchrun_is_one_training(launches: Launches, request_:
 
 @pytest.mark.parametrize(("words", "cause"), [
     ("torchrun 1 --hold", "rank 1 of 2 has formed a process group of 1 process without the other ranks"),
-    ("spawn-all", None)])
+    *with_all(("spawn-all", None))])
 def test_process_groups_below_srun_have_all_ranks(launches: Launches, words: str, cause: str | None) -> None:
     done = launches.slurm.run(["salloc", "-N2", "-n2", "sh", "-c", launches.line("", GROUPS, *words.split())])
     assert (done.status, cause in done.output if cause else re.findall(r"group of (\d)", done.output)) == (
@@ -107,13 +110,14 @@ def test_process_groups_below_srun_have_all_ranks(launches: Launches, words: str
 @pytest.mark.parametrize(("command", "expected"), [
     ("salloc -N2 --gres=gpu:2 sh -c", "node1 node1 node2 node2"),  # from the login host
     ("srun -N1 -n1 --gres=gpu:2 sh -c", "node1 node1"),  # a shell that is a step itself gives its resources
-    ("salloc -N2 -n4 --ntasks-per-node=2 srun --interactive -N1 -n1 sh -c", "node1 node1 node2 node2")])
+    *with_all(("salloc -N2 -n4 --ntasks-per-node=2 srun --interactive -N1 -n1 sh -c", "node1 node1 node2 node2"))])
 def test_a_shell_in_an_allocation_starts_ranks(launches: Launches, command: str, expected: str) -> None:
     done = launches.slurm.run([*command.split(), launches.rank("")])
     assert_met(done, expected, "slurm")
     assert done.output.count("notes ()") == len(expected.split()), done.output
 
 
+@pytest.mark.matrix
 def test_ranks_start_in_an_allocation_that_is_held_elsewhere(launches: Launches) -> None:
     """As by salloc --no-shell, beside another step, which holds all cores and GPUs."""
     slurm = launches.slurm
@@ -134,8 +138,8 @@ def test_ranks_start_in_an_allocation_that_is_held_elsewhere(launches: Launches)
 
 
 @pytest.mark.parametrize(("fault", "code", "cause"), [
-    ("exit=7:2", "7:0", "rank 2 on node2 ended with exit status 7"),
-    ("kill:1", "137:0", "rank 1 on node1 was ended by SIGKILL")])
+    ("kill:1", "137:0", "rank 1 on node1 was ended by SIGKILL"), *with_all(
+        ("exit=7:2", "7:0", "rank 2 on node2 ended with exit status 7"))])
 def test_the_job_ends_with_the_status_of_the_first_rank_that_failed_and_names_it(
         launches: Launches, fault: str, code: str, cause: str) -> None:
     job = launches.submit("-N2 -n3", launches.rank("", "--wait", "--fault", fault))
@@ -146,8 +150,8 @@ def test_the_job_ends_with_the_status_of_the_first_rank_that_failed_and_names_it
 
 @pytest.mark.parametrize(("by", "cancel", "expected", "code"), [
     ("", ["--batch --signal=USR1", "--batch --signal=TERM"], ["SIGUSR1", "SIGTERM"], "5:0"),
-    ("torchrun", ["--batch --signal=USR1", "--batch --signal=TERM"], ["SIGUSR1", "SIGTERM"], "1:0"),
-    ("", [""], ["SIGTERM"], None)])  # the end of the job
+    ("", [""], ["SIGTERM"], None), *with_all(  # the end of the job
+        ("torchrun", ["--batch --signal=USR1", "--batch --signal=TERM"], ["SIGUSR1", "SIGTERM"], "1:0"))])
 def test_stops_reach_every_rank_once(launches: Launches, by: str, cancel: list[str], expected: list[str],
                                      code: str | None) -> None:
     job = launches.submit("-N2 -n3", launches.rank(by, "--wait"))
@@ -163,6 +167,7 @@ def test_stops_reach_every_rank_once(launches: Launches, by: str, cancel: list[s
     assert code in (None, ended["ExitCode"])
 
 
+@pytest.mark.matrix
 def test_a_host_that_is_cut_off_is_left_before_slurm_notices(need: Callable[[str], Path]) -> None:
     """srun waits for it until Slurm takes it for down, by default after 300 s."""
     need("hosts")
@@ -203,7 +208,7 @@ sys.exit(stop.exit_status)
 """
 
 
-@pytest.mark.parametrize("by", ["srun", "openmpi5"])
+@pytest.mark.parametrize("by", ["srun", *with_all("openmpi5")])
 def test_a_saved_run_is_distinguished_from_a_failed_one(launches: Launches, by: str) -> None:
     script = launches.folder / "stops.py"
     script.write_text(STOPS)

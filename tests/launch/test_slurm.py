@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MEET, MPIS, ROOT, SHOW, TORCHRUN, TRAIN, Result, assert_met, final_loss
+from tests.matrix import with_all
 
 RANK = shlex.join(MEET)
 EXPLAIN = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "utils.launchers"])
@@ -49,6 +50,7 @@ def test_every_task_of_a_step_is_the_rank_that_slurm_says(slurm: SlurmCluster) -
         assert_step(done, name, hosts)
 
 
+@pytest.mark.matrix
 def test_rank_0_may_be_on_any_node(slurm: SlurmCluster) -> None:
     hostfile = slurm.work / "hostfile"
     hostfile.write_text("node2\nnode1\nnode1\n")
@@ -91,6 +93,7 @@ def test_components_of_a_heterogeneous_job_are_one_launch(slurm: SlurmCluster) -
     assert_step(done, "job", "node2 node1 node1")
 
 
+@pytest.mark.matrix
 def test_launchers_below_srun(slurm: SlurmCluster, need: Callable[[str], Path]) -> None:
     agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29500",
              "--rdzv-id=7", *SHOW[1:]]
@@ -101,6 +104,7 @@ def test_launchers_below_srun(slurm: SlurmCluster, need: Callable[[str], Path]) 
     assert_met(done, "node1 node1", "mpich")
 
 
+@pytest.mark.matrix
 def test_torchrun_of_its_own_in_each_task_is_an_error(slurm: SlurmCluster) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=1"]
     done = slurm.run(["srun", "-N2", "--ntasks-per-node=1", *agent, *SHOW[1:]])
@@ -109,6 +113,7 @@ def test_torchrun_of_its_own_in_each_task_is_an_error(slurm: SlurmCluster) -> No
     assert done.status == 0 and done.output.count("rank 0 of 1") == 2, done.output
 
 
+@pytest.mark.matrix
 def test_launchers_in_a_batch_script(slurm: SlurmCluster, need: Callable[[str], Path]) -> None:
     mpiexec = shlex.join([str(need("mpich")), "-n", "4", "-ppn", "2", *MEET])
     done = slurm.batch("-N2 --ntasks-per-node=2", mpiexec, EXPLAIN, f"srun -N1 -n1 {EXPLAIN}")
@@ -119,7 +124,7 @@ def test_launchers_in_a_batch_script(slurm: SlurmCluster, need: Callable[[str], 
     assert re.fullmatch(r"slurm: .*: slurmstepd: \[\d+\.\d\]", task), done.output
 
 
-@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"])
+@pytest.mark.parametrize("mpi", ["openmpi5", *with_all("openmpi4")])
 def test_ranks_of_open_mpi_in_a_slurm_job_need_no_address(
         slurm: SlurmCluster, need: Callable[[str], Path], mpi: str) -> None:
     """mpi4py is not there. They find rank 0 by the job's node list, which ranks of all hosts have."""
@@ -128,7 +133,7 @@ def test_ranks_of_open_mpi_in_a_slurm_job_need_no_address(
     assert_met(done, "node1 node1 node2 node2", "openmpi")
 
 
-@pytest.mark.parametrize("names", ["debian", "none"])
+@pytest.mark.parametrize("names", ["debian", *with_all("none")])
 def test_tasks_follow_the_topology_and_names_need_not_resolve(need: Callable[[str], Path], names: str) -> None:
     need("hosts")
     need("slurm")

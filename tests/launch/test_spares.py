@@ -13,6 +13,7 @@ from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import Lab, Result
 from tests.launch.test_launch import Job
 from tests.launch.test_launch_slurm import Launches
+from tests.matrix import with_all
 
 PROGRAM = str(Path(__file__).with_name("spare_program.py"))
 
@@ -55,10 +56,11 @@ def check(done: Result, folder: Path, loss: str, bad: str, spare: str, cause: st
 
 
 @pytest.mark.parametrize(("by", "fault", "cause"), [
-    ("ssh", "kill", "rank 1 .*SIGKILL"), ("ssh", "agent", "h2"), ("ssh", "stop", "rank 1 on h2 .*"),
-    ("ssh", "outside", "h2.*"), ("openmpi5", "agent", "prted on h2 has ended before the ranks"),
-    ("mpich5", "agent", "hydra_pmi_proxy on h2 has ended before the ranks"),
-    ("mpich5", "kill", r"rank 1 on h2 was ended by SIGKILL \(exit status 137\)")])
+    ("ssh", "kill", "rank 1 .*SIGKILL"), ("ssh", "outside", "h2.*"), *with_all(
+        ("ssh", "stop", "rank 1 on h2 .*"), ("ssh", "agent", "h2"),
+        ("mpich5", "agent", "hydra_pmi_proxy on h2 has ended before the ranks"),
+        ("openmpi5", "agent", "prted on h2 has ended before the ranks"),
+        ("mpich5", "kill", r"rank 1 on h2 was ended by SIGKILL \(exit status 137\)"))])
 def test_a_spare_takes_the_place_of_a_host(job: Job, loss: str, by: str, fault: str, cause: str) -> None:
     bad = job.folder / "bad-hosts.txt"
     words = ["--spare", "1", "--hang-timeout", "5", PROGRAM, str(job.folder), fault, "1"]
@@ -75,6 +77,7 @@ def test_a_spare_takes_the_place_of_a_host(job: Job, loss: str, by: str, fault: 
     check(done, job.folder, loss, "h2", "h3", cause)
 
 
+@pytest.mark.matrix
 def test_a_failure_that_names_no_host_ends_the_launch(job: Job) -> None:
     """A full disk may be the one that all hosts share: the program's owner decides."""
     done = job.run("ssh", "--spare", "1", PROGRAM, str(job.folder), "disk", "1")
@@ -87,6 +90,7 @@ def test_the_host_of_the_launch_can_be_left_out_too(job: Job, loss: str) -> None
     check(done, job.folder, loss, "h1", "h3", "uncorrectable ECC error")
 
 
+@pytest.mark.matrix
 def test_without_another_spare_the_launch_ends_with_the_cause(job: Job) -> None:
     done = job.run("ssh", "--spare", "1", PROGRAM, str(job.folder), "gpu", "1", "always")
     assert done.status == 1 and "restart 1 without h2, with h3 instead" in done.output, done.output
@@ -94,6 +98,7 @@ def test_without_another_spare_the_launch_ends_with_the_cause(job: Job) -> None:
     assert "rank 1 on h3 failed: RuntimeError: CUDA error: uncorrectable ECC" in done.output.splitlines()[-1]
 
 
+@pytest.mark.matrix
 def test_a_spare_of_a_slurm_job(need: Callable[[str], Path], loss: str) -> None:
     """When the host is cut off, and Slurm does not know it yet, the next step does not wait for it."""
     need("hosts")

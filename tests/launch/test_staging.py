@@ -19,6 +19,7 @@ import pytest
 
 from tests.launch.launchers import LAUNCH, ROOT
 from tests.launch.shared_packages import PROGRAM, Shared, assert_one_warning, make_shared
+from tests.matrix import with_all
 from utils.tools.staging import free_space
 
 
@@ -96,8 +97,8 @@ def test_other_folders_are_staged_with_the_option(shared: Shared) -> None:
 
 
 @pytest.mark.parametrize("words", [
-    ["2", "tests/launch/training.py"],
-    ["1", "tests/launch/staged_program.py", "spawn", "forkserver", "workers-fork"]], ids=["two ranks", "processes"])
+    ["1", "tests/launch/staged_program.py", "spawn", "forkserver", "workers-fork"],
+    *with_all(["2", "tests/launch/training.py"])], ids=["processes", "two ranks"])
 def test_a_training_has_the_same_bits_with_a_copy(words: list[str]) -> None:
     """Of this environment. The copy is kept where --stage has it, for the next run of this test, too."""
     def losses(*options: str) -> list[str]:
@@ -112,7 +113,7 @@ def test_a_training_has_the_same_bits_with_a_copy(words: list[str]) -> None:
     assert shared and losses("--stage") == shared
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("method", ["spawn", *with_all("forkserver", "fork")])
 def test_no_process_of_a_rank_opens_a_shared_package(shared: Shared, method: str, need: Callable[[str], Path]) -> None:
     if shutil.which("strace") is None:
         pytest.skip("needs strace")
@@ -320,7 +321,7 @@ def test_a_folder_that_cannot_be_made(shared: Shared) -> None:
     assert_one_warning(output, "Not a directory")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", *with_all("SIGHUP", "SIGINT")])
 def test_a_signal_while_packing_leaves_no_file(shared: Shared, name: str) -> None:
     (shared.packages / "heavy" / "data").write_bytes(bytes(300 << 20))
     launch = subprocess.Popen(shared.words("-n", "1", "--independent"), stderr=subprocess.DEVNULL,

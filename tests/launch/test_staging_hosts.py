@@ -19,6 +19,7 @@ from tests.cluster.hosts import killed_at_end
 from tests.cluster.slurm import SlurmCluster
 from tests.launch.launchers import MPIS, ROOT, Lab
 from tests.launch.shared_packages import Shared, assert_one_warning, make_shared
+from tests.matrix import with_all
 from utils.tools.staging import distribute
 
 
@@ -66,7 +67,7 @@ def test_slurm_sends_the_archive_to_each_node(slurm: SlurmCluster, shared: Share
     assert left == [[shared.root.name]] * 2
 
 
-@pytest.mark.parametrize("by", ["ssh", "mpich5"])
+@pytest.mark.parametrize("by", ["ssh", *with_all("mpich5")])
 def test_each_host_has_a_copy(lab: Lab, shared: Shared, own_disks: Callable[[], dict[str, Path]], by: str) -> None:
     launcher = "ssh" if by == "ssh" else str(lab.need("mpich"))
     node_file = shared.folder / "nodes"
@@ -138,7 +139,7 @@ def by_mpi(lab: Lab, shared: Shared, own_disks: Callable[[], dict[str, Path]]) -
     return launch
 
 
-@pytest.mark.parametrize("by", ["mpich5", "openmpi5", "intel"])
+@pytest.mark.parametrize("by", ["mpich5", *with_all("openmpi5", "intel")])
 def test_mpi_sends_the_archive_to_each_host(by_mpi: Callable[..., tuple[list[bool], str]], by: str) -> None:
     staged, output = by_mpi(by)
     assert staged == [True] * 2 and "MPI has sent the archive to 2 nodes" in output, output
@@ -148,7 +149,7 @@ def test_mpi_sends_the_archive_to_each_host(by_mpi: Callable[..., tuple[list[boo
 
 
 @pytest.mark.usefixtures("own_disks")
-@pytest.mark.parametrize("by", ["mpich5", "openmpi5", "intel"])
+@pytest.mark.parametrize("by", ["openmpi5", *with_all("mpich5", "intel")])
 def test_mpi_changes_no_byte_of_the_archive(lab: Lab, shared: Shared, by: str) -> None:
     """h2 passes on what h1 reads; h3 has the disk of this machine."""
     archive = shared.folder / "archive"
@@ -164,7 +165,7 @@ def test_mpi_changes_no_byte_of_the_archive(lab: Lab, shared: Shared, by: str) -
         assert stat.S_IMODE(received.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("by", ["mpich5", "openmpi5", "intel"])
+@pytest.mark.parametrize("by", ["intel", *with_all("mpich5", "openmpi5")])
 def test_a_host_without_mpi4py(lab: Lab, by_mpi: Callable[..., tuple[list[bool], str]], by: str) -> None:
     """It ends at once, while the other waits for it in MPI."""
     folder = str(lab.need("mpi4py"))
@@ -196,7 +197,7 @@ def of_broadcast(shared: Shared) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-@pytest.mark.parametrize("by", ["mpich5", "openmpi5"])
+@pytest.mark.parametrize("by", ["mpich5", *with_all("openmpi5")])
 def test_a_launch_killed_while_it_sends_leaves_nothing(lab: Lab, shared: Shared, by: str, name: str,
                                                        own_disks: Callable[[], dict[str, Path]]) -> None:
     (shared.packages / "heavy" / "data").write_bytes(os.urandom(300 << 20))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.matrix import with_all
 from tests.unit.programs import ROOT
 from tests.unit.pythons import make_environment
 from utils import __version__
@@ -54,7 +55,7 @@ def run(folder: Path, *words: str, script: str = PLAIN, **more: str) -> subproce
     (("-n", "2"), "none", ""), (("-n", "2"), "raise", RAISED), (("-n", "2"), "hang", HUNG),
     (("-n", "2"), "kill", r"(error: )?rank 1 .*was ended by SIGKILL.*"),
     (("-n", "2", "--torchrun"), "kill", r"rank 1 on \S+ was ended by SIGKILL \(exit status 137\)"),
-    (("-n", "2", "--torchrun"), "raise", RAISED), (("-n", "2", "--torchrun"), "hang", HUNG)])
+    *with_all((("-n", "2", "--torchrun"), "raise", RAISED), (("-n", "2", "--torchrun"), "hang", HUNG))])
 def test_an_unchanged_script(by: tuple[str, ...], fault: str, last: str, tmp_path: Path) -> None:
     done = run(tmp_path, *LAUNCH, *by, "--hang-timeout", "6", "train.py", fault)
     assert (done.returncode == 0) == (not last), done.stderr
@@ -182,7 +183,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["spawn", *with_all("fork")])
 def test_a_group_of_children_is_left_alone(method: str, tmp_path: Path) -> None:
     """Its ranks have the numbers of those of the launch, but are others."""
     script = GROUP_OF_CHILDREN.replace("METHOD", method)

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.cluster.hosts import wait_until
+from tests.matrix import with_all
 from tests.unit.launch_plans import PBS, SLURM, Programs, job, make
 from tests.unit.programs import ROOT
 from utils.host import network, process
@@ -134,13 +135,13 @@ while os.environ["RANK"] == "1":
 
 
 @pytest.mark.parametrize(("by", "command", "options", "warned"), [
-    ("local", COPY, {}, True), ("ssh", COPY, {}, True), ("mpiexec", COPY, {}, True),
+    ("local", COPY, {}, True), ("mpiexec", COPY, {}, True),
     ("local", (sys.executable, "-c", "import torch\n" + EXCHANGE), {}, False),
-    ("local", (sys.executable, "-c", "import torch, sys; sys.exit(3)"), {}, False),
-    ("local", COPY, {"independent": True}, False), ("local", COPY, {"ntasks": 1}, False),
-    ("local", ("sh", "-c", "sleep 2", "train.py"), {}, False), ("local", ("hostname",), {}, False),
-    ("mpiexec", ("sh", "-c", "sleep 2"), {}, False)],
-    ids=["local", "agent", "mpiexec", "store", "failed", "independent", "alone", "no torch", "hostname",
+    ("local", COPY, {"independent": True}, False), ("local", ("sh", "-c", "sleep 2", "train.py"), {}, False),
+    *with_all(("ssh", COPY, {}, True), ("local", (sys.executable, "-c", "import torch, sys; sys.exit(3)"), {}, False),
+              ("local", COPY, {"ntasks": 1}, False), ("local", ("hostname",), {}, False),
+              ("mpiexec", ("sh", "-c", "sleep 2"), {}, False))],
+    ids=["local", "mpiexec", "store", "independent", "no torch", "agent", "failed", "alone", "hostname",
          "no torch, mpiexec"])
 def test_ranks_that_never_form_a_group_are_named(
         by: str, command: tuple[str, ...], options: dict[str, Any], warned: bool, tmp_path: Path,
