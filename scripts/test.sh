@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs all checks and tests, and reports at the end what was left out and why.
+# Runs the checks, and tests of every promise, and reports at the end what was left out and why.
 #
-#   scripts/test.sh [--install | --quick] [pytest arguments, e.g. -k launchers]
+#   scripts/test.sh [--install | --quick] [--all] [pytest arguments, e.g. -k launchers]
 #   scripts/test.sh --gpu [correctness | speed] [--nanogpt FOLDER] [pytest arguments, for correctness]
 #   scripts/test.sh --torch VERSION [pytest arguments]
 #
+#   --all       also the tests that repeat a promise with another launcher, host or kind of job: see CONTRIBUTING.md
 #   --quick     the checks, and the unit tests that need neither torch nor a launcher
 #   --gpu       what needs a GPU, and no checks, in two parts of five minutes each; both, or one of them. Their figures go
 #               to docs/performance.md, also those of an interrupted run. correctness: starts with NCCL, pinning, hangs,
@@ -12,7 +13,8 @@
 #   --torch     start, kill and resume with this torch, and no checks; makes .venv-torch-VERSION, of 5 GB
 #   --install   as root on Debian or Ubuntu: first install the missing launchers, Slurm and tools with apt-get. Their
 #               daemons are neither started nor enabled. CI=true means the same. Without it nothing outside the
-#               repository is touched. With it, a part of --quick also runs as nobody, with /usr/bin/python3.
+#               repository is touched. With it, a part of --quick also runs as nobody, with /usr/bin/python3, in a
+#               clone whose path has a blank.
 #
 # Made in the repository: .venv (see setup_env.sh) and .mpi, MPI launchers from wheels, one virtual environment each.
 set -euo pipefail
@@ -135,15 +137,15 @@ if [ ${#packages[@]} -gt 0 ] && [ "$install" = true ] && [ "$(id -u)" -eq 0 ] &&
     if ! apt_install "${packages[@]}"; then failed+=("apt-get install ${packages[*]}"); fi
 fi
 
-# As root, with --install: at the same time, in a fresh clone, as an ordinary user with the distribution's Python, the
-# quick tests of what depends on these: interpreters, permissions, processes, packages.
+# As root, with --install: at the same time, in a fresh clone whose path has a blank, as an ordinary user with the
+# distribution's Python, the quick tests of what depends on these: interpreters, permissions, processes, packages.
 test_as_user() (
     home=$(mktemp -d)
     trap 'rm -rf "$home"' EXIT
-    git clone --quiet . "$home/kit"
+    git clone --quiet . "$home/a clone"
     if [ -d ~/.config/pip ]; then install -D -t "$home/.config/pip" ~/.config/pip/*; fi
     chown -R nobody "$home"
-    cd "$home/kit"
+    cd "$home/a clone"
     as_nobody=(env "HOME=$home" nice -n 5 setpriv --reuid=nobody --regid=nogroup --clear-groups)
     unset PYTHON # in the tests it would be the Python of the ranks
     "${as_nobody[@]}" env PYTHON=/usr/bin/python3 bash scripts/setup_env.sh --tests &&
