@@ -35,7 +35,7 @@ OUTCOME = (f"{_UNIT}outcome.py",)
 RESULT = (f"{_UNIT}launch_result.py",)
 REPORTS = (f"{_UNIT}rank_checks.py",)
 START = (f"{_UNIT}rendezvous.py", "-k", "does_not_match or whatever_else or limit_of_open_files or stale_rank or "
-         "cannot_lead or wrong_master")
+         "passed_over or refused_alone")
 SECRET = (f"{_UNIT}secret.py",)
 FAILURE = (f"{_UNIT}failure.py", "-k", "orderly or torchrun")
 FILES = (f"{_UNIT}checkpoint_files.py", "-k", "target_of_a_link or lock_file or loses_bytes")
