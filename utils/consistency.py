@@ -471,7 +471,7 @@ class TrainingWatch:
         )
         self._last_before = 0  # the last step before which parameters are compared
         # A difference that is an error unless the ranks average, and when: time.monotonic().
-        self._doubt: tuple[str, float] | None = None
+        self._suspicion: tuple[str, float] | None = None
         self._communicator = communicator
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]] = (
@@ -675,27 +675,27 @@ class TrainingWatch:
         try:
             while (task := self._next_task()) is not None:
                 task()
-                if self._doubt is not None and time.monotonic() > self._doubt[1]:
-                    self._end_doubt()
-            self._end_doubt()
+                if self._suspicion is not None and time.monotonic() > self._suspicion[1]:
+                    self._end_suspicion()
+            self._end_suspicion()
         except CoordinationError:  # the store is gone: the training ends
             pass
 
     def _next_task(self) -> Callable[[], object] | None:
-        if self._doubt is None:
+        if self._suspicion is None:
             return self._tasks.get()
         try:
-            return self._tasks.get(timeout=max(0.0, self._doubt[1] - time.monotonic()))
+            return self._tasks.get(timeout=max(0.0, self._suspicion[1] - time.monotonic()))
         except queue.Empty:
-            return self._end_doubt
+            return self._end_suspicion
 
-    def _end_doubt(self) -> None:
+    def _end_suspicion(self) -> None:
         """Report a difference if the parameters have not become equal since."""
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None:
+        suspicion, self._suspicion = self._suspicion, None
+        if suspicion is not None:
             assert self._communicator is not None
             if not self._communicator.count("averaged", 0):
-                self._log_once("parameters", doubt[0])
+                self._log_once("parameters", suspicion[0])
 
     def _report_before(self, number: int, step: int, samples: list[Sample], count: int) -> None:
         """Compare parameters before a step: equal ones, after a difference, were averaged."""
@@ -758,13 +758,13 @@ class TrainingWatch:
     def _diverged(self, problem: str, parameter: Tensor) -> None:
         """Report a difference, at once or when it is known that the ranks do not average."""
         assert self._communicator is not None
-        if self._doubt is not None or self._communicator.count("averaged", 0):
+        if self._suspicion is not None or self._communicator.count("averaged", 0):
             return
         found = describe_divergence(problem, parameter)
         if not found.may_be_averaged:
             self._log_once("parameters", found.text)
         elif self._communicator.count("differs") == 1:
-            self._doubt = found.text, time.monotonic() + _AVERAGING_SECONDS
+            self._suspicion = found.text, time.monotonic() + _AVERAGING_SECONDS
 
     def _report_no_step(self, topic: str, parameters: Sequence[Tensor]) -> None:
         assert self._communicator is not None

@@ -69,6 +69,9 @@ ROWS: dict[str, Row] = {
     "the last one fails": ({"ends": ends((1, 0, 1), (0, 1, 2))}, 1, "left", 0, "n1", ()),
     "exception": ({"ends": ends((0, 1, 1), (1, 1, 1.1)), "reported": RAISED, "reported_at": 0.5}, 1, "exception", 1,
                   "n2", ()),
+    "exception, then ended by the launcher": (
+        {"ends": ends((0, SIGTERM, 1), (1, SIGTERM, 1.1)), "reported": RAISED, "reported_at": 0.5}, 1, "exception", 1,
+        "n2", ()),
     "GPU error": ({"ends": ends((1, 1, 1)), "reported": GPU, "reported_at": 0.5}, 1, "exception", 1, "n2", ("n2",)),
     "killed with its parent": ({"ends": ends((1, None, 1), (0, None, 3))}, 1, "killed", 1, "n2", ("n2",)),
     "all killed at once": ({"ends": ends((1, None, 1), (0, None, 1.1)), "launcher": "mpiexec", "launcher_status": 255},

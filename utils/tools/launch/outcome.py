@@ -261,6 +261,9 @@ def _reported(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
         return None
     if reported.kind == "uneven" and (outcome := _left_by_failing(evidence, ends)):
         return outcome
+    # An exception that was reported is the cause also where the launcher ended its rank meanwhile.
+    if reported.kind == "exception":
+        ends = [end for end in ends if end.status != _BY_LAUNCHER]
     first_status = next((end.status for end in ends if end.status), None)
     text, kind, rank, host, _ = reported
     text, status = text.rstrip("."), first_status or evidence.problem_status or 1
