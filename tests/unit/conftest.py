@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,15 @@ from tests.unit.submission import Login
 
 
 @pytest.fixture
-def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """pytest's own, with the log of the kit also where setup_logging() was called in this process."""
-    monkeypatch.setattr(logging.getLogger("ddpkit"), "propagate", True)
-    return caplog
+def caplog(caplog: pytest.LogCaptureFixture,
+           monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """pytest's own, with the log of the kit also where setup_logging() was called in this process, as another rank."""
+    log = logging.getLogger("ddpkit")
+    monkeypatch.setattr(log, "propagate", True)
+    level = log.level
+    log.setLevel(logging.NOTSET)
+    yield caplog
+    log.setLevel(level)
 
 
 @pytest.fixture
