@@ -4,8 +4,10 @@ The hosts are network namespaces (root). One process imports torch and forks the
 """
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,12 +25,13 @@ from tests.cluster.hosts import CLEAN_ENV, Hosts, wait_until
 from utils.host import process
 
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
+ROOT = Path(__file__).resolve().parents[2]
 FROM_OUTSIDE = ("stopped", "cut-host")
 
 
 # A rank --------------------------------------------------------------------------------------------------------------
 
-def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> None:
+def train(kind: str, limit: float, folder: Path, lost_seconds: int | None, unchanged: bool) -> None:
     """Train; in the middle, hang as `kind` says. "busy-KIND": compute there instead, where it is not a hang."""
     import torch
     import torch.distributed as dist
@@ -35,10 +39,15 @@ def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> No
     from utils import setup_distributed
     from utils.monitor import decisions
 
+    if unchanged:
+        decisions = prepare_watch(limit)._load("monitor.decisions")
     decisions.HOST_LOST_SECONDS = lost_seconds or decisions.HOST_LOST_SECONDS
+    started: Any = unchanged_script()
+    if not unchanged:
+        started = setup_distributed("gloo", timeout=60, hang_timeout=limit or None)
     block = partial(compute, 2 * limit) if kind.startswith("busy-") else threading.Event().wait
     kind = kind.removeprefix("busy-")
-    with setup_distributed("gloo", timeout=60, hang_timeout=limit or None) as job:
+    with started as job:
         rank, values = job.rank, torch.ones(16)
         if kind in ("group-skipped", "killed"):
             half = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])][rank // 4]
@@ -92,6 +101,39 @@ def train(kind: str, limit: float, folder: Path, lost_seconds: int | None) -> No
         dist.barrier()
         if rank == BAD and kind == "blocked-teardown":
             threading.Event().wait()  # hang: blocked-teardown
+
+
+class UnchangedJob(NamedTuple):
+    rank: int
+
+    def report_progress(self) -> None:
+        """A script that has never heard of the kit reports nothing."""
+
+
+def prepare_watch(limit: float) -> Any:
+    """Let the process group of this rank be watched as by `ddpkit watch`, and return its sitecustomize."""
+    import torch.distributed as dist
+
+    os.environ.update({"DDPKIT_WATCH": str(ROOT / "utils"), "DDPKIT_HANG_TIMEOUT": str(limit)})
+    file = ROOT / "utils" / "tools" / "launch" / "rank_site" / "sitecustomize.py"
+    spec = importlib.util.spec_from_file_location("sitecustomize", file)
+    assert spec and spec.loader
+    watch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(watch)
+    watch._wrap(dist.distributed_c10d)  # the rank was forked from a process that had imported it before
+    for name in ("init_process_group", "destroy_process_group"):
+        setattr(dist, name, getattr(dist.distributed_c10d, name))
+    return watch
+
+
+@contextlib.contextmanager
+def unchanged_script() -> Iterator[UnchangedJob]:
+    """Start the process group as a script does that has never heard of the kit."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    yield UnchangedJob(dist.get_rank())
+    dist.destroy_process_group()
 
 
 def go_wrong(kind: str, folder: Path) -> None:
@@ -201,12 +243,14 @@ def run_rank(task: dict[str, Any]) -> None:
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     status = 1
     try:
-        train(task["kind"], task["limit"], folder, task["lost_seconds"])
+        train(task["kind"], task["limit"], folder, task["lost_seconds"], task["unchanged"])
         status = 0
     except SystemExit as leaving:
         status = int(leaving.code or 0)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    if task["unchanged"]:
+        atexit._run_exitfuncs()
     os._exit(status)
 
 
@@ -223,7 +267,7 @@ class HangLab:
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts, self._runs, self._starting = hosts, 0, threading.Lock()
-        environment = {**CLEAN_ENV, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+        environment = {**CLEAN_ENV, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen([sys.executable, __file__], env=environment, text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._server.stdout and self._server.stdout.readline() == "ready\n"
@@ -232,15 +276,17 @@ class HangLab:
         with self._server:
             self._server.kill()
 
-    def run(self, kind: str, limit: float, seconds: float = 60, lost_seconds: int | None = None) -> Result:
+    def run(self, kind: str, limit: float, seconds: float = 60, lost_seconds: int | None = None,
+            unchanged: bool = False) -> Result:
         """Start all ranks; return when they have ended, or after so many seconds.
 
         limit: 0 for none. lost_seconds: until a host counts as lost; None for the kit's own value.
+        unchanged: the script knows nothing of the kit, and is watched.
         """
         with self._starting:
             self._runs += 1
             folder = self.hosts.folder / f"{self._runs}-{kind}"
-            self._start(kind, limit, folder, 29600 + self._runs, lost_seconds)
+            self._start(kind, limit, folder, 29600 + self._runs, lost_seconds, unchanged)
         # What started a stopped rank ends it, and here that is the test.
         left = [rank for rank in range(RANKS) if rank != BAD or kind not in ("stopped", "" if limit else "cut-host")]
         with contextlib.suppress(RuntimeError):
@@ -268,7 +314,8 @@ class HangLab:
         output = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("output*")))
         return Result(statuses, output, remaining)
 
-    def _start(self, kind: str, limit: float, folder: Path, port: int, lost_seconds: int | None) -> None:
+    def _start(self, kind: str, limit: float, folder: Path, port: int, lost_seconds: int | None,
+               unchanged: bool) -> None:
         folder.mkdir()
         for rank in range(RANKS):
             host = self.hosts.hosts[rank // 2]
@@ -278,7 +325,7 @@ class HangLab:
             pipe = self._server.stdin
             assert pipe
             task = {"kind": kind, "limit": limit, "folder": str(folder), "env": env, "lost_seconds": lost_seconds,
-                    "holder": self.hosts.pid(host)}
+                    "holder": self.hosts.pid(host), "unchanged": unchanged}
             pipe.write(json.dumps(task) + "\n")
             pipe.flush()
 

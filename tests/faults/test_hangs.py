@@ -46,6 +46,7 @@ KINDS = {
 # tests/unit/test_hang_watch.py and test_late_ranks.py judge positions like those of these.
 IN_TABLES = ("blocked-teardown", "group-skipped", "hsdp", "recv-unsent", "pipeline", "thread")
 BLAMED = {"cut-host": {4, 5}, "group-skipped": set(), "pipeline": set(), "aborted-itself": set()}
+UNCHANGED = pytest.mark.parametrize("unchanged", [False, *with_all(True)], ids=["ported", "unchanged"])
 LOST = (r"A host is lost: no response for \d+ s.*\n(?:ddpkit-failure .*\n)?rank 4 on h3 .* does not respond to h1: its "
         r"host is down, .*"
         r"rank 5 on h3 .* does not respond to h1: its host is down")
@@ -74,8 +75,17 @@ def check(result: Result, cause: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind not in IN_TABLES), *with_all(*IN_TABLES)])
 def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str) -> None:
+    explain(hang_lab, kind, unchanged=False)
+
+
+@pytest.mark.parametrize("kind", with_all(*KINDS))
+def test_hang_of_an_unchanged_script_is_explained(hang_lab: HangLab, kind: str) -> None:
+    explain(hang_lab, kind, unchanged=True)
+
+
+def explain(hang_lab: HangLab, kind: str, unchanged: bool) -> None:
     limit, cause = KINDS[kind]
-    result = hang_lab.run(kind, limit)
+    result = hang_lab.run(kind, limit, unchanged=unchanged)
     check(result, cause, kind)
     ended = [status for rank, status in enumerate(result.statuses) if rank != 5 or kind != "stopped"]
     assert None not in ended and any(ended) and len(result.remaining) == (kind == "stopped"), result
@@ -92,33 +102,38 @@ def test_hang_is_explained_and_ends_the_job(hang_lab: HangLab, kind: str) -> Non
         assert "NOT ENDED, at " in waiting and "NOT ENDED" not in hung
 
 
-def test_lost_host_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
+@UNCHANGED
+def test_lost_host_ends_the_job_without_hang_timeout(hang_lab: HangLab, unchanged: bool) -> None:
     """Also on the lost host itself. A cut network or a switched-off host closes no connection."""
-    result = hang_lab.run("cut-host", limit=0, seconds=40, lost_seconds=6)
+    result = hang_lab.run("cut-host", limit=0, seconds=40, lost_seconds=6, unchanged=unchanged)
     check(result, LOST, "cut-host")
     waiting = [status for rank, status in enumerate(result.statuses) if rank != 5]  # which sleeps in no collective
     assert waiting == [1] * 7, result.output
     assert re.search(r"\nrank 0 on h1 .* does not respond to h3", result.output)
 
 
-def test_killed_rank_ends_the_job_without_hang_timeout(hang_lab: HangLab) -> None:
+@UNCHANGED
+def test_killed_rank_ends_the_job_without_hang_timeout(hang_lab: HangLab, unchanged: bool) -> None:
     """Also ranks that wait in a collective without it, or in one of NCCL, which does not raise."""
-    result = hang_lab.run("killed", limit=0, seconds=40, lost_seconds=6)
+    result = hang_lab.run("killed", limit=0, seconds=40, lost_seconds=6, unchanged=unchanged)
     assert result.statuses == [1] * 5 + [-9] + [1] * 2, result.output
     ended = r"\nrank 5 on h3 .* ended without a report"
     for line in (r"A rank has ended: no collective for \d+ s since then\n", ended):
         assert re.search(line, result.output), result.output
 
 
-def test_pauses_are_no_hang(hang_lab: HangLab) -> None:
+@UNCHANGED
+def test_pauses_are_no_hang(hang_lab: HangLab, unchanged: bool) -> None:
     """Trainings that pause two to three times as long as the limit, or in which one rank computes that long."""
     kinds = ["busy-hsdp", "evaluate", "busy", "compute", "write", "compile", "busy-pipeline", "busy-thread"]
+    if unchanged:
+        kinds.remove("evaluate")  # which reports its progress
     with ThreadPoolExecutor(3) as pool:
         results = dict(zip(kinds, pool.map(lambda kind: hang_lab.run(
-            kind, 12.0 if kind == "busy-hsdp" else 4.0, 100), kinds), strict=True))
+            kind, 12.0 if kind == "busy-hsdp" else 4.0, 100, None, unchanged), kinds), strict=True))
     for kind, result in results.items():
         assert result.statuses == [0] * 8 and "The ranks hang" not in result.output, (kind, result.output)
-    for kind, notices in (("evaluate", 0), ("busy", 1)):
+    for kind, notices in ({} if unchanged else {"evaluate": 0}).items() | {"busy": 1}.items():
         found = re.findall(r"rank 0 on h1 .* is busy \(.*core.*\) at .*hangs.py, line \d+, in compute. .*report_"
                            r"progress\(\) there, or set a larger hang_timeout. Otherwise the job ends after 12 s",
                            results[kind].output)
