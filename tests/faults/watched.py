@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -107,17 +108,19 @@ def marked(mark: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def launch(python: Path, folder: Path, source: str, *options: str) -> Run:
+def launch(python: Path, folder: Path, source: str, *options: str, hang_seconds: int = HANG_SECONDS,
+           variables: Mapping[str, str] | None = None) -> Run:
     """Run a program on two ranks, and see that nothing of it is left."""
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(source)
-    words = [python, ROOT / "scripts" / "launch.py", "-n", "2", "--hang-timeout", str(HANG_SECONDS), *options]
+    words = [python, ROOT / "scripts" / "launch.py", "-n", "2", "--hang-timeout", str(hang_seconds), *options]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DDPKIT", "PYTHON"))}
     more = {MARK: folder.as_posix(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     began = time.monotonic()
     with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as errors:
-        process = subprocess.Popen([*words, "train.py"], cwd=folder, stdout=out, stderr=errors, env={**clean, **more})
+        process = subprocess.Popen([*words, "train.py"], cwd=folder, stdout=out, stderr=errors,
+                                   env={**clean, **more, **(variables or {})})
         try:
             process.wait(LONGEST_SECONDS)
         except subprocess.TimeoutExpired:
