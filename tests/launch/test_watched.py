@@ -219,6 +219,26 @@ def launch_kit(folder: Path, *words: str, **more: str) -> subprocess.CompletedPr
                **{"PYTHONPATH": "", **more})
 
 
+@pytest.mark.parametrize(("words", "reason"), [
+    (("python", "-I", "train.py"), "python -I ignores PYTHONPATH"),
+    (("python", "-BE", "train.py"), "python -E ignores PYTHONPATH"),
+    (("python3", "-S", "train.py"), "python3 -S does not import sitecustomize"),
+    (("/bin/true",), "true does not run in Python"),
+    (("/bin/true", "train.py"), ""), (("train.py", "-I"), ""), (("python", "-u", "train.py", "-S"), "")])
+@pytest.mark.parametrize("command", ["launch", "watch"])
+def test_a_limit_that_nothing_counts_is_told(command: str, words: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    """Once, not by each rank: a watch is started in front of each."""
+    if command == "watch":
+        words = ("python", *words) if words[0] == "train.py" else words
+        of_rank = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
+        done = [run(tmp_path, *WATCH, *words, script="", RANK=str(rank), **of_rank) for rank in range(2)]
+        told = done[0].stderr + done[1].stderr
+    else:
+        told = run(tmp_path, *LAUNCH, "-n", "2", "--hang-timeout", "6", *words, script="").stderr
+    found = re.findall(r"nothing watches the ranks, and --hang-timeout does not apply: (.*?)\. Expected", told)
+    assert found == ([reason] if reason else []), told
+
+
 def test_ranks_without_ddpkit_import_that_of_the_launch_alone(tmp_path: Path) -> None:
     (tmp_path / "ddpkit" / "docs").mkdir(parents=True)  # a clone beside the script
     done = launch_kit(tmp_path)

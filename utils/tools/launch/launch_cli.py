@@ -40,7 +40,7 @@ from .nested import refusal
 from .outcome import Outcome
 from .planner import RANKS_PER_CORE, RANKS_PER_GPU, describe, make_plan
 from .programs import Programs
-from .rank_environment import RANK_VARIABLES
+from .rank_environment import RANK_VARIABLES, unwatched_line, why_unwatched
 from .run_plan import run
 
 _DESCRIPTION = """\
@@ -187,6 +187,9 @@ def launch(arguments: Sequence[str] | None = None) -> Outcome:
 
     for line in describe(plan):
         print_status(line)
+    if args.hang_timeout and args.watch and not args.container:
+        if reason := why_unwatched(args.command):
+            print_status(unwatched_line(reason))
     if args.stage and args.container:
         print_status("--stage is not used: the packages are those of the image")
         args.stage = False

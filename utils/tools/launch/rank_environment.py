@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+import re
+import shutil
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from ...host.masks import MASKS
 from ...launchers.detect import LAUNCHERS
@@ -38,6 +40,12 @@ _OF_HOST_PREFIXES = ("SLINGSHOT_",)  # network keys that PALS gives to what it s
 WATCH, WATCHED = "DDPKIT_WATCH", "DDPKIT_WATCHED"  # see rank_site/sitecustomize.py
 RANK_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_site")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PYTHON = re.compile(r"python[\d.]*")
+_WITHOUT_SITE = {
+    "I": "ignores PYTHONPATH",
+    "E": "ignores PYTHONPATH",
+    "S": "does not import sitecustomize",
+}
 _SENT_IF_MISSING = {"TMPDIR", "CUDA_DEVICE_ORDER", "PBS_MOMPORT"}
 
 
@@ -64,6 +72,41 @@ def watched(environ: Mapping[str, str], *, on: bool = True) -> dict[str, str]:
     if folders:
         found["PYTHONPATH"] = os.pathsep.join(folders)
     return found
+
+
+def why_unwatched(command: Sequence[str]) -> str | None:
+    """Return why nothing watches a command whose environment is watched(); None where it may be.
+
+    Python loads the watch by PYTHONPATH and its site module. What a script starts is not known.
+    """
+    program = os.path.basename(command[0])
+    if _PYTHON.fullmatch(program):
+        for word in command[1:]:
+            if not word.startswith("-") or word in ("-m", "-c", "-"):
+                break
+            for option, effect in _WITHOUT_SITE.items():
+                if not word.startswith("--") and option in word[1:]:
+                    return f"{program} -{option} {effect}"
+        return None
+    path = shutil.which(command[0])
+    others = any(word.endswith(".py") or "python" in os.path.basename(word) for word in command)
+    if path is None or others:
+        return None
+    try:
+        with open(path, "rb") as file:
+            is_binary = file.read(4) == b"\x7fELF"
+    except OSError:
+        return None
+    return f"{program} does not run in Python" if is_binary else None
+
+
+def unwatched_line(reason: str) -> str:
+    """Return what a user is told who gave a limit that nothing counts."""
+    return (
+        f"nothing watches the ranks, and --hang-timeout does not apply: {reason}. Expected a "
+        "script of Python that reads PYTHONPATH. A script that calls setup_distributed() applies "
+        "it by itself"
+    )
 
 
 def rank_variables(

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from ...effects import HANG_TIMEOUT
+from ...launch_error import LaunchError
+from ...launchers.detect import find_launcher
 from ..arguments import ArgumentParser
-from .rank_environment import watched
+from .rank_environment import unwatched_line, watched, why_unwatched
 
 _DESCRIPTION = """\
 Run a command whose ranks are watched: when one fails or hangs, a line says which one, where and
@@ -44,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not 0 <= args.hang_timeout < 1e6:
             parser.error(f"--hang-timeout is {args.hang_timeout:g}; expected seconds, or 0")
         environ[HANG_TIMEOUT] = f"{args.hang_timeout:g}"
+        reason = why_unwatched(command) if args.hang_timeout else None
+        if reason is not None and _is_first():
+            print(f"ddpkit watch: {unwatched_line(reason)}", file=sys.stderr)
     try:
         os.execvpe(command[0], command, environ)
     except OSError as error:
@@ -55,3 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _is_first() -> bool:
+    """Whether this is rank 0, or the command of torchrun: one line is enough."""
+    try:
+        return find_launcher().placement.rank == 0
+    except LaunchError:  # the script says it
+        return True
