@@ -9,6 +9,8 @@ import pytest
 
 from tests.unit.scheduler_commands import Commands
 from tests.unit.submission import Login
+from utils.tools.launch.launch_result import Ended
+from utils.tools.launch.outcome import Outcome
 from utils.tools.main import main
 from utils.visible_text import visible
 
@@ -57,3 +59,15 @@ def test_sites_config_shows_values(
     assert main(["sites", "config"]) == 0
     out = capsys.readouterr().out
     assert f"/x{SHOWN}" in out and is_harmless(out)
+
+
+def test_launch_shows_the_name_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", str(tmp_path / f"no{ATTACK}.py")])
+    err = capsys.readouterr().err
+    assert SHOWN in err and is_harmless(err)
+
+
+def test_last_line_of_a_launch_shows_what_an_exception_says(capsys: pytest.CaptureFixture[str]) -> None:
+    Ended(Outcome(1, "exception", f"rank 1: ValueError: {ATTACK}")).report()
+    err = capsys.readouterr().err
+    assert SHOWN in err and is_harmless(err)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...launch_report import EXIT_REQUEUE, Failure
+from ...visible_text import visible
 from .outcome import Evidence, Loss, Outcome, OutOfMemory, RankEnd, decide, describe_status
 from .stopped_ranks import describe as describe_stopped
 
@@ -23,8 +24,11 @@ _STOP_SECONDS = 600.0  # a failure so long after a stop has another cause
 
 
 def print_status(text: str, *, is_error: bool = False) -> None:
-    """Print a line of ddpkit launch on standard error; an error in red in a terminal."""
-    line = f"ddpkit launch: {text}"
+    """Print a line of ddpkit launch on standard error; an error in red in a terminal.
+
+    What a terminal would obey in it, such as in the message of an exception, is shown as its code.
+    """
+    line = f"ddpkit launch: {visible(text)}"
     if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         line = f"\033[1;31m{line}\033[0m"
     print(line, file=sys.stderr, flush=True)
