@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +251,18 @@ def test_unwatched_ranks_without_ddpkit_are_told_the_command(tmp_path: Path) -> 
     done = launch_kit(tmp_path, "--no-watch")
     assert done.stderr.splitlines()[-1].endswith(
         f"Install it there: {tmp_path}/env/bin/python -m pip install {shlex.quote(str(ROOT))}"), done
+
+
+def test_unwatched_ranks_of_an_installed_kit_are_told_a_command_that_works(tmp_path: Path) -> None:
+    installed = tmp_path / "the site" / "ddpkit"
+    shutil.copytree(ROOT / "utils", installed, ignore=shutil.ignore_patterns("__pycache__"))
+    python = make_environment(tmp_path / "env", torch=True)
+    words = (sys.executable, str(installed), "launch", "--python", str(python), "-n", "2", "--no-watch", "train.py")
+    done = run(tmp_path, *words, script=SHOW, PYTHONPATH="")
+    command = done.stderr.splitlines()[-1].partition("Copy it there: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    done = run(tmp_path, *words, script=SHOW, PYTHONPATH="")
+    assert done.returncode == 0 and f"{tmp_path}/env/lib/" in done.stdout, done
 
 
 @pytest.mark.parametrize("version", [__version__, "0.0.7"])

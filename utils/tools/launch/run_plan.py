@@ -98,7 +98,7 @@ def _run(launch: Launch) -> None:
 
 # Looks at what the script imports before it calls anything, which could change where to look.
 _FIND_ERROR = """
-import ast, importlib.util, os, sys
+import ast, importlib.util, os, shlex, sys, sysconfig
 script, imports = sys.argv[1], sys.argv[2] == "True"
 try:
     tree = compile(open(script, "rb").read(), script, "exec", ast.PyCF_ONLY_AST)
@@ -119,8 +119,11 @@ for statement in tree.body if imports else []:
         if name not in sys.modules and importlib.util.find_spec(name) is None:
             remedy = ("Install it there, for example with pip install, or activate the environment "
                       "that has it")
-            if name == "ddpkit":
-                remedy = f"Install it there: {sys.executable} -m pip install {sys.argv[3]}"
+            if name == "ddpkit" and sys.argv[3] == "clone":
+                remedy = f"Install it there: {sys.executable} -m pip install {sys.argv[4]}"
+            elif name == "ddpkit":
+                folder = sysconfig.get_path("purelib")
+                remedy = f"Copy it there: cp -r {sys.argv[4]} {shlex.quote(folder)}"
             print(f"{script}: ModuleNotFoundError: No module named {name!r} (line "
                   f"{statement.lineno}) in {sys.executable}. {remedy}")
             sys.exit()
@@ -134,7 +137,7 @@ def _script_error(plan: Plan, *, imports: bool) -> str:
     """
     if not plan.script:
         return ""
-    words = [plan.python, "-c", _FIND_ERROR, plan.script, str(imports), _kit_source()]
+    words = [plan.python, "-c", _FIND_ERROR, plan.script, str(imports), *_kit_source()]
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=_SECONDS_TO_FIND, env=dict(plan.environ)
@@ -144,10 +147,14 @@ def _script_error(plan: Plan, *, imports: bool) -> str:
     return ""
 
 
-def _kit_source() -> str:
-    """Return what pip installs the kit from: its clone, where this process runs from one."""
-    is_clone = os.path.isfile(os.path.join(KIT, "pyproject.toml"))
-    return shlex.quote(KIT) if is_clone else "FOLDER (a clone of ddpkit)"
+def _kit_source() -> tuple[str, str]:
+    """Return ("clone", its folder), from which pip installs the kit, or ("package", its folder).
+
+    An installed package has no project file; its folder is complete.
+    """
+    if os.path.isfile(os.path.join(KIT, "pyproject.toml")):
+        return "clone", shlex.quote(KIT)
+    return "package", shlex.quote(os.path.join(KIT, "ddpkit"))
 
 
 def _list_lost_hosts(plan: Plan, outcome: Outcome) -> None:
