@@ -12,18 +12,22 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch.launchers import ROOT
 from tests.launch.shared_packages import assert_one_warning, make_shared
 from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
+from tests.unit.doctor_findings import exchanged, places
 from utils.host.trust import NotTrusted, may_trust
 from utils.launch_error import LaunchError
 from utils.launchers import Placement
 from utils.monitor.hang_report import write_hang_report
 from utils.startup import secret
 from utils.tools import defaults
+from utils.tools.doctor.check import Ranks
+from utils.tools.doctor.checks.shared_storage import StorageCheck
 from utils.tools.launch.host_readiness import ReservedPort
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.staging import ALSO, PACKAGES, Archive, StagingError
@@ -368,6 +372,34 @@ def test_names_of_secrets_that_another_user_has_taken_are_stepped_around(
     second = secret.find_secret({}, here, "srun:7:0")
     assert len(second) == 64 and second != first and secret.find_secret({}, here, "srun:7:0") == second
     assert not caplog.text
+
+
+# The folder in which doctor tries a file system ----------------------------------------------------
+
+@pytest.mark.parametrize("attack", ["link", "folder", "exchange"])
+def test_storage_check_follows_no_link_of_another_user(machine: Machine, monkeypatch: pytest.MonkeyPatch,
+                                                       attack: str) -> None:
+    theirs = machine.write(machine.make("results", VICTIM) / "mark", "text", VICTIM).parent
+    (theirs / "0").mkdir()
+    kept = [machine.write(theirs / "0" / name, "text", VICTIM) for name in ("mark", "large", "small-0", "other")]
+    scratch = machine.make("scratch", VICTIM, 0o777)
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.chdir(machine.home)
+    attacks = iter({
+        "link": ["ln -s '{theirs}' .doctor-{token}", ":"],
+        "folder": ["mkdir -m 777 .doctor-{token}; ln -s '{theirs}/0' .doctor-{token}/0", ":"],
+        "exchange": [":", "mv .doctor-{token} away; ln -s '{theirs}' .doctor-{token}"]}[attack])
+
+    def values(sent: list[Any]) -> list[Any]:
+        tokens.extend(sent[:1])
+        command = next(attacks, ":").format(token=tokens[0], theirs=theirs)
+        machine.attack(["bash", "-c", f"cd '{scratch}'; {command}"])
+        return sent
+    tokens: list[str] = []
+    [here] = everyone = tuple(places("h1"))
+    [facts] = exchanged([StorageCheck().collect(Ranks(here, everyone))], values)
+    assert [path.read_text() for path in kept] == ["text"] * 4 and len(list(theirs.iterdir())) == 2
+    assert ("another user owns .doctor-" in facts.folders[1]["problem"]) == (attack == "folder")
 
 
 # Programs of a folder in which the kit runs -------------------------------------------------------

@@ -73,7 +73,7 @@ def test_checkpoint_folder_may_be_made_later(folder: Path) -> None:
 
 def test_lack_of_inodes_is_told_from_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     space = os.statvfs(folder)
-    monkeypatch.setattr(os, "makedirs", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    monkeypatch.setattr(os, "mkdir", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*space[:7], 0, *space[8:]]))  # f_favail
     found = problems(StorageCheck(), collected([StorageCheck("shared")]))[0]
     assert found.level is Level.BAD and "No space left on device, because all inodes are in use" in found.message
@@ -81,7 +81,7 @@ def test_lack_of_inodes_is_told_from_a_full_disk(folder: Path, monkeypatch: pyte
 
 def test_quota_is_told_from_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a project, Lustre and XFS report it as "No space left"."""
-    monkeypatch.setattr(os, "makedirs", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    monkeypatch.setattr(os, "mkdir", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     space = os.statvfs(folder)
     for blocks, words in ((1 << 24, "blocks are free: a quota of the user, group or project"), (0, "")):
         changed = [*space[:4], blocks, 10**6, 10**6, 10**6, *space[8:]]

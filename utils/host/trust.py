@@ -102,6 +102,27 @@ def make_folders(path: str | os.PathLike[str], mode: int = 0o755) -> None:
             make_folder(text, mode)
 
 
+def open_private(name: str, dir_fd: int, remedy: str) -> int:
+    """Make a folder that only this user may enter, or open the one there is; return a descriptor.
+
+    Used as dir_fd, it is this user's alone, whoever may write into the folder that holds it.
+    Raises NotTrusted where another user has made it first, and OSError.
+    """
+    with suppress(FileExistsError):
+        make_folder(name, 0o700, dir_fd=dir_fd)
+    opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    found = os.fstat(opened)
+    problem = ""
+    if found.st_uid != os.geteuid():
+        problem = f"another user owns {_describe(name, found)}"
+    elif found.st_mode & 0o077:
+        problem = f"other users may enter {_describe(name, found)}"
+    if problem:
+        os.close(opened)
+        raise NotTrusted(name, problem, remedy)
+    return opened
+
+
 def open_owned(
     path: str | os.PathLike[str], owners: Collection[int], remedy: str = "remove it"
 ) -> int:

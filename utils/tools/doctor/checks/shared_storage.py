@@ -8,22 +8,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from ....host.trust import open_private
 from ..check import Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
 from ..peers import names_of
 from .limits import size_of
 
 LARGE_FILE_BYTES = 1 << 20
-SMALL_FILES = 8
 VISIBLE_SECONDS = 1.5  # network file systems show a new file a little later
 MIN_FREE_BYTES = {"checkpoints": 2 << 30, "working": 256 << 20, "temporary": 64 << 20}
 MIN_FREE_FILES = 1000
 
+_UNFINISHED, _LARGE, _MARK = "large.new", "large", "mark"
+_SMALL = tuple(f"small-{i}" for i in range(8))
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "f2fs")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HOST_FAULTS = (errno.ENOSPC, errno.EROFS, errno.EIO)  # on a local disk
@@ -110,10 +111,15 @@ class StorageCheck(Check[StorageFacts]):
 
 
 class _Trial:
-    """The use of one folder by this host."""
+    """The use of one folder by this host.
+
+    All hosts write below .doctor-TOKEN, which only this user may enter, and by its descriptor:
+    another user who may write into the folder cannot lead them to files elsewhere.
+    """
 
     def __init__(self, purpose: str, path: str, token: str, me: RankPlace) -> None:
-        self._me, self._token = me, token
+        self._me, self._name = me, f".doctor-{token}"
+        self._above = self._shared = self._own = -1  # descriptors: folder, .doctor-TOKEN, host's
         self.found = Folder(
             purpose=purpose,
             path="",
@@ -129,8 +135,6 @@ class _Trial:
 
     def _use(self, path: str) -> None:
         self._path = path
-        self._shared_folder = os.path.join(path, f".doctor-{self._token}")
-        self._own_folder = os.path.join(self._shared_folder, str(self._me.node))
         self.found["path"], self.found["file_system"] = path, _file_system(path)
 
     def measure(self) -> None:
@@ -154,42 +158,59 @@ class _Trial:
         if self.found["purpose"] != "checkpoints" or self.found["problem"]:
             return
         deadline = time.monotonic() + VISIBLE_SECONDS
-        path = os.path.join(self._shared_folder, "0", "mark")
-        while not os.path.exists(path) and time.monotonic() < deadline:
+        while not self._sees_first_host() and time.monotonic() < deadline:
             time.sleep(0.1)
-        self.found["shared"] = os.path.exists(path)
+        self.found["shared"] = self._sees_first_host()
+
+    def _sees_first_host(self) -> bool:
+        with contextlib.suppress(OSError):
+            os.stat(f"0/{_MARK}", dir_fd=self._shared)
+            return True
+        return False
 
     def remove_files(self) -> None:
         """Remove the files of this host; the first host removes what is left of all others'."""
-        shutil.rmtree(self._own_folder, ignore_errors=True)
-        if self._me.node == 0:
-            shutil.rmtree(self._shared_folder, ignore_errors=True)
         with contextlib.suppress(OSError):
-            os.rmdir(self._shared_folder)
+            everyone = os.listdir(self._shared) if self._me.node == 0 and self._shared >= 0 else []
+            for node in [str(self._me.node), *filter(str.isdecimal, everyone)]:
+                _remove_files(node, self._shared)
+        with contextlib.suppress(OSError):
+            os.rmdir(self._name, dir_fd=self._above)
+        for descriptor in {self._above, self._shared, self._own} - {-1}:
+            os.close(descriptor)
 
     def _use_files(self) -> None:
         """Write, sync, rename, read and remove files."""
-        if not os.path.isdir(self._path):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        os.makedirs(self._own_folder, exist_ok=True)
+        remedy = "run the check again"
+        self._above = os.open(self._path, os.O_DIRECTORY | getattr(os, "O_PATH", 0))
+        self._shared = open_private(self._name, self._above, remedy)
+        self._own = own = open_private(str(self._me.node), self._shared, remedy)
         began = time.perf_counter()
         content = os.urandom(1 << 10)
-        unfinished, large = (
-            os.path.join(self._own_folder, name) for name in ("large.new", "large")
-        )
-        _write(unfinished, content * (LARGE_FILE_BYTES >> 10), sync=True)
-        os.replace(unfinished, large)
-        if _read(large)[: 1 << 10] != content:
+        _write(_UNFINISHED, own, content * (LARGE_FILE_BYTES >> 10), sync=True)
+        os.replace(_UNFINISHED, _LARGE, src_dir_fd=own, dst_dir_fd=own)
+        if _read(_LARGE, own)[: 1 << 10] != content:
             raise OSError(errno.EIO, "the content read differs from the content written")
-        os.unlink(large)
-        small = [os.path.join(self._own_folder, f"small-{i}") for i in range(SMALL_FILES)]
-        for path in small:
-            _write(path, content)
-        for path in small:
-            os.stat(path)
-            os.unlink(path)
+        os.unlink(_LARGE, dir_fd=own)
+        for name in _SMALL:
+            _write(name, own, content)
+        for name in _SMALL:
+            os.stat(name, dir_fd=own)
+            os.unlink(name, dir_fd=own)
         self.found["seconds"] = time.perf_counter() - began
-        _write(os.path.join(self._own_folder, "mark"), b"")
+        _write(_MARK, own, b"")
+
+
+def _remove_files(node: str, shared: int) -> None:
+    """Remove the folder of a host, and in it nothing but files of this check."""
+    with contextlib.suppress(OSError):
+        own = os.open(node, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=shared)
+        try:
+            for name in {_UNFINISHED, _LARGE, *_SMALL, _MARK} & {*os.listdir(own)}:
+                os.unlink(name, dir_fd=own)
+        finally:
+            os.close(own)
+        os.rmdir(node, dir_fd=shared)
 
 
 def _reason_of_no_space(space: os.statvfs_result) -> str:
@@ -212,8 +233,9 @@ def _existing(path: str) -> str:
     return path
 
 
-def _write(path: str, content: bytes, sync: bool = False) -> None:
-    with open(path, "wb", buffering=0) as file:
+def _write(name: str, folder: int, content: bytes, sync: bool = False) -> None:
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=folder)
+    with open(descriptor, "wb", buffering=0) as file:
         view = memoryview(content)
         while view:
             view = view[file.write(view) :]
@@ -221,9 +243,9 @@ def _write(path: str, content: bytes, sync: bool = False) -> None:
             os.fsync(file.fileno())
 
 
-def _read(path: str) -> bytes:
+def _read(name: str, folder: int) -> bytes:
     """Read a file from the disk, not from memory, where the file system can do that."""
-    with open(path, "rb", buffering=0) as file:
+    with open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -306,6 +328,8 @@ def _is_fault_of_host(folder: Folder, hosts: int, able: int) -> bool:
     is_local = folder["file_system"] in _LOCAL
     if folder["code"] in _FULL and not is_local:
         return False
+    if folder["code"] == errno.EPERM:  # another user has taken the name of the check's folder
+        return False
     return able > 0 or (hosts == 1 and is_local and folder["code"] in _HOST_FAULTS)
 
 
@@ -318,7 +342,7 @@ def _remedy(folder: Folder, others_can: bool) -> str:
         )
     if purpose == "temporary":
         return "Create the folder on each host, or unset TMPDIR in the job script"
-    if others_can:
+    if others_can and code != errno.EPERM:
         return f"Exclude the hosts, and report them. See there: mount; ls -ld {folder['path']}"
     return f"Check the path and its permissions, or give another folder with --{purpose}"
 
