@@ -11,24 +11,31 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cluster.hosts import killed_at_end
 from tests.launch.launchers import ROOT
 from tests.launch.shared_packages import assert_one_warning, make_shared
 from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
 from tests.unit.doctor_findings import exchanged, places
+from utils.channel import Channel, PeerServer
 from utils.host.trust import NotTrusted, may_trust
 from utils.launch_error import LaunchError
+from utils.launch_report import VARIABLE
 from utils.launchers import Placement
 from utils.monitor.hang_report import write_hang_report
 from utils.startup import secret
 from utils.tools import defaults
 from utils.tools.doctor.check import Ranks
 from utils.tools.doctor.checks.shared_storage import StorageCheck
+from utils.tools.launch.bootstrap import module_command
+from utils.tools.launch.event_loop import EventLoop
 from utils.tools.launch.host_readiness import ReservedPort
+from utils.tools.launch.launch_connection import secret_of, secret_of_ranks
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.staging import ALSO, PACKAGES, Archive, StagingError
 from utils.tools.staging.archive import line_of
@@ -372,6 +379,54 @@ def test_names_of_secrets_that_another_user_has_taken_are_stepped_around(
     second = secret.find_secret({}, here, "srun:7:0")
     assert len(second) == 64 and second != first and secret.find_secret({}, here, "srun:7:0") == second
     assert not caplog.text
+
+
+# The secret of agents -------------------------------------------------------------------------------
+
+class Impostor(PeerServer):
+    """Orders agents that know its secret to run a command of the attacker."""
+
+    def receive(self, peer: Channel, message: dict[str, Any]) -> None:
+        if message["kind"] == "agent":
+            words = [["sh", "-c", "id -u > ran"], {}]
+            peer.send({"kind": "start", "launch_id": "1", "host": "", "environ": {VARIABLE: "", **os.environ},
+                       "output_dir": "", "watched_ranks": 0, "hang_limit": 0.0, "processes": [words]})
+
+
+@pytest.mark.parametrize(("user", "mode", "reason"), [(VICTIM, 0o777, "other users may write "),
+                                                      (ATTACKER, 0o755, "another user owns ")])
+def test_agent_takes_no_secret_that_another_user_has_put_there(machine: Machine, user: int, mode: int,
+                                                               reason: str) -> None:
+    """The path is on the command line, which all can read; of a launch that has ended, its port is free."""
+    shared = machine.make("shared", user, mode)
+    path = machine.write(shared / ".ddpkit-0123456789ab", "of the victim", VICTIM, 0o600)
+    assert machine.attack(["bash", "-c", f"rm -f '{path}'; echo -n known > '{path}'"]).returncode == 0
+    with EventLoop() as loop, closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        with closing(Impostor(listener, loop, secret_of(secret_of_ranks("known")), 1)):
+            port = str(listener.getsockname()[1])
+            words = module_command(sys.executable, "agent", ["127.0.0.1", port, "0", str(path)])
+            agent = subprocess.Popen(words, cwd=machine.home, stderr=subprocess.PIPE, text=True)
+            with killed_at_end(agent):
+                limit = time.monotonic() + 30
+                while agent.poll() is None and not (machine.home / "ran").exists() and time.monotonic() < limit:
+                    loop.run_once(0.1)
+    assert not (machine.home / "ran").exists()
+    assert agent.returncode == 1 and agent.stderr
+    assert f"{path} is not used, because {reason}" in agent.stderr.read()
+
+
+def test_secret_of_agents_is_in_no_folder_that_others_can_replace(machine: Machine) -> None:
+    """Where none is left, the launch says of each whose it is."""
+    work, home = machine.make("work", VICTIM, 0o777), machine.make("foreign", ATTACKER)
+    machine.write(work / "t.py", "", VICTIM)
+    machine.write(machine.home / "pbs_tmrsh", "#!/bin/sh\nexit 1\n", VICTIM, 0o755)
+    hosts = machine.write(machine.home / "hosts", f"{socket.gethostname()}\n", VICTIM)
+    done = machine.kit("launch", "--launcher", "pbs_tmrsh", "-n", "1", "t.py", cwd=work, HOME=str(home),
+                       PATH=f"{machine.home}:{os.environ['PATH']}", PBS_JOBID="1.head", PBS_NODEFILE=str(hosts),
+                       PBS_TASKNUM="1", PBS_JOBCOOKIE="1", PBS_MOMPORT="1")
+    assert done.returncode == 1 and f"{home} is not used, because another user owns {home}" in done.stderr, done
+    assert f"{work} is not used, because other users may write {work}" in done.stderr
+    assert not [*work.glob(".ddpkit-*"), *home.iterdir()]
 
 
 # The folder in which doctor tries a file system ----------------------------------------------------

@@ -15,6 +15,7 @@ from contextlib import closing
 
 from ...channel import Channel, Message
 from ...host.network import INTERFACE
+from ...host.trust import NotTrusted, may_trust
 from ...launch_error import LaunchError
 from ...launch_report import VARIABLE
 from .child_processes import Processes
@@ -29,6 +30,7 @@ from .rank_output import Outputs
 from .stopped_ranks import StoppedRanks
 
 SECRET_VARIABLE = "DDPKIT_LAUNCH_SECRET"
+REMEDY = "start the job in a folder that all hosts share and that only you may write"
 _DRAIN_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 10.0
 _MAXIMUM_UNSENT_BYTES = 1 << 22  # more output is left in the pipes of the ranks
@@ -161,7 +163,7 @@ def _given(path: str) -> tuple[str, dict[str, str] | None]:
     or on the standard input; variables are there, too.
     """
     if path:
-        with open(path, encoding="ascii") as file:
+        with open(may_trust(path, REMEDY), encoding="ascii") as file:
             return file.read(), None
     if secret := os.environ.get(SECRET_VARIABLE):
         return secret, None
@@ -182,12 +184,13 @@ def main(arguments: Sequence[str]) -> int:
         text, environ = _given(path)
         secret = secret_of_ranks(text)
     except OSError as error:
-        print(
-            f"ddpkit launch: error: on {socket.gethostname()} {path} cannot be read: "
-            f"{error.strerror}. "
-            "Expected a file that all hosts share. Have the site mount that file system there",
-            file=sys.stderr,
-        )
+        problem = str(error)
+        if not isinstance(error, NotTrusted):
+            problem = (
+                f"{path} cannot be read: {error.strerror}. Expected a file that all hosts share. "
+                "Have the site mount that file system there"
+            )
+        print(f"ddpkit launch: error: on {socket.gethostname()} {problem}", file=sys.stderr)
         return 1
     with EventLoop() as loop:
         reached = connect(addresses.split(","), int(port), secret, "agent")

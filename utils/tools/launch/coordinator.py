@@ -8,10 +8,11 @@ import signal
 import socket
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from ...channel import Channel, Message
 from ...host import network
+from ...host.trust import NotTrusted, may_trust
 from ...job.notation import same_host
 from ...launch_report import VARIABLE
 from . import agent
@@ -101,12 +102,12 @@ class Coordinator(LaunchServer):
     def _start_agents(self) -> None:
         notices, path = self._notices, ""
         if not self._plan.method.passes_secret:
-            path = _write_secret(notices.launch_secret, self._launch.files)
+            path, problems = _write_secret(notices.launch_secret, self._launch.files)
             if not path:
                 self._result.fail(
-                    f"no file can be written to {' or '.join(_shared_folders())}, with the secret "
-                    f"of this launch for its agents. Expected a folder that all hosts share. Start "
-                    "the job in one",
+                    "no file with the secret of this launch for its agents can be made: "
+                    f"{'; '.join(problems)}. Expected your home folder, or the working folder, to "
+                    f"be one that all hosts share; {agent.REMEDY}",
                     time.monotonic(),
                 )
                 self._done.update(range(len(self._plan.hosts)))
@@ -323,19 +324,25 @@ class Coordinator(LaunchServer):
             self._done.update(range(len(self._plan.hosts)))
 
 
-def _shared_folders() -> list[str]:
-    """Return where a file may be that all hosts can read; the working folder may be /tmp."""
-    return [os.path.expanduser("~"), os.getcwd()]
+def _write_secret(secret: str, files: ExitStack) -> tuple[str, list[str]]:
+    """Write a secret to a private file, until the launch ends; return its path, or "" and why.
 
-
-def _write_secret(secret: str, files: ExitStack) -> str:
-    """Write a secret to a private file, until the launch ends; return its path, or ""."""
-    for folder in _shared_folders():
-        path = os.path.join(folder, f".ddpkit-{os.urandom(6).hex()}")
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            files.callback(os.unlink, path)
+    All hosts can read the home folder; the working folder may be /tmp.
+    """
+    problems: list[str] = []
+    for folder in (os.path.expanduser("~"), os.getcwd()):
+        name = f".ddpkit-{os.urandom(6).hex()}"
+        try:
+            above = may_trust(folder, "it has to be yours alone", is_parent=True)
+            files.callback(os.close, above)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            descriptor = os.open(name, flags, 0o600, dir_fd=above)
+            files.callback(os.unlink, name, dir_fd=above)
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
                 file.write(secret)
-            return path
-    return ""
+            return os.path.join(folder, name), problems
+        except NotTrusted as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{folder}: {error.strerror}")
+    return "", problems
