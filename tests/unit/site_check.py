@@ -209,12 +209,12 @@ def _unusable(profile: Profile) -> Iterator[str]:
         Job(
             ("train.py",),
             memory=profile.memory_per_node,
-            queue=profile.queue,
+            queue=",".join({entry.queue for entry in profile.queues}) or profile.queue,
             setup=profile.setup,
             module_paths=profile.module_paths,
             modules=profile.modules,
             environment=profile.exports(2, profile.gpus_per_node or 1),
-            directives=profile.directives,
+            directives=(*profile.directives, *profile.stage_directives),
             chunk=profile.chunk,
         )
     except JobError as error:

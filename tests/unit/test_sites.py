@@ -40,6 +40,17 @@ def test_profiles_of_the_kit_have_no_findings() -> None:
     assert {name: profiles.load(name).gpu_vendor for name in profiles.names()} == vendors
 
 
+def test_uncommented_queues_of_a_new_profile_are_read() -> None:
+    text = TOP + "queues:\n  - {nodes: 1-2, queue: short}  # at most 00:10:00\n  - {nodes: 3-, queue: main}\n"
+    profile = profiles.parse(text, Path("x.yaml"))
+    assert [profile.queue_for(nodes) for nodes in (1, 2, 3, 999)] == ["short", "short", "main", "main"]
+
+
+def test_variable_may_be_empty_in_quotation_marks() -> None:
+    profile = profiles.parse(TOP + "environment: {A: {value: ''}}\n", Path("x.yaml"))
+    assert profile.exports(1, 1) == {"A": ""}
+
+
 def test_values_are_taken_as_they_are_written() -> None:
     """YAML alone would make a number of 007 and a truth value of "on"."""
     profile = profiles.parse(TOP + "environment: {A: {value: 007}, B: {value: on}}\n", Path("x.yaml"))
@@ -57,6 +68,17 @@ def test_values_are_taken_as_they_are_written() -> None:
     (TOP + "environment:\n  A-B: {value: 1, reason: x}\n", 4, ["'A-B'", "letters, digits"]),
     (TOP + "binding: {list: [4-7, eight]}\n", 3, ["'binding'", "list:4-7:eight", "0-7"]),
     (TOP + "binding: {masks: [0x1]}\n", 3, ["'masks'"]),
+    (TOP + "queues: debug\n", 3, ["'queues'", "'debug'", "a list"]),
+    (TOP + "queues:\n  - {nodes: 1-2}\n", 4, ["an entry of 'queues'", "without 'queue'", "{nodes: 1-2, queue: debug}"]),
+    (TOP + "queues: [{nodes: 2-1, queue: a}]\n", 3, ["'nodes' is '2-1'", "4, 1-2, or 10-"]),
+    (TOP + "queues: [{nodes: few, queue: a}]\n", 3, ["'nodes' is 'few'"]),
+    (TOP + "queues:\n  - {nodes: 1-4, queue: a}\n  - {nodes: 4-, queue: b}\n", 5,
+     ["b (nodes: 4-) in 'queues' is after a (nodes: 1-4)", "ascending numbers, each once"]),
+    (TOP + "queues: [{nodes: 8-, queue: a}, {nodes: 9, queue: b}]\n", 3, ["b (nodes: 9)", "after a (nodes: 8-)"]),
+    (TOP + "queues: [{nodes: 1, queue: a, time: 1h}]\n", 3, ["'time' is unknown", "nodes, queue"]),
+    (TOP + "proxy: proxy.site.org\n", 3, ["'proxy'", "'proxy.site.org'", "http://proxy.site.org:3128"]),
+    (TOP + "proxy: {no_proxy: localhost}\n", 3, ["'proxy'", "without its value"]),
+    (TOP + "environment: {A: {value: }}\n", 3, ["'value' is empty"]),
     (TOP + "queue:\n", 3, ["'queue'", "empty"]),
     (TOP + "title: again\n", 3, ["'title'", "twice"]),
     (TOP + "queue: a: b\n", 3, ["not YAML"]),
@@ -193,7 +215,7 @@ def test_new_profile_of_a_slurm_cluster(commands: Commands, tmp_path: Path) -> N
     profile = profiles.parse(text, file)
     assert (profile.queue, profile.gpus_per_node, profile.cores_per_node) == ("main", 2, 4)
     assert (profile.gpu_vendor, profile.network, profile.interface) == ("nvidia", "AWS Libfabric", "hsn0,hsn1")
-    assert "#   short: 00:10:00, 1 to 4 nodes\n" in text
+    assert "\n# queues:\n" in text and "\n#   - {nodes: 1-4, queue: short}  # at most 00:10:00\n" in text
     assert f'source: "$ sinfo, scontrol show node", read: {datetime.date.today()}}}\n' in text
     assert "#   aws-ofi-nccl/1.9\n#   cuda/12.4\n" in text and "gcc" not in text
     assert not [finding for finding in findings(text) if "no source" in finding]
@@ -211,7 +233,7 @@ def test_new_profile_of_a_pbs_cluster_names_what_it_did_not_find(
     text = capsys.readouterr().out
     profile = profiles.parse(text, Path("ours.yaml"))
     assert (profile.queue, profile.gpus_per_node, profile.cores_per_node) == ("workq", 4, 4)
-    assert "#   small: 00:10:00, " in text
+    assert re.search(r"\n#   - \{nodes: \S+, queue: small\}  # at most 00:10:00\n", text)
     missing = text.partition("# Not found:\n")[2]
     assert re.findall("^#   (.+?): ", missing, re.M) == ["gpu_vendor", "network, interface", "modules", "binding"]
 

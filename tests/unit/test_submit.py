@@ -94,6 +94,13 @@ def quoted(path: str) -> str:
     ("run --site alps train.py", ["export FI_CXI_DEFAULT_TX_SIZE=16384"], "NCCL_NET="),
     ("run --site alps --nodes 2 --env NCCL_NET=Socket train.py", ["export NCCL_NET=Socket"], "NCCL_NET='"),
     ("run --site juwels-booster --nodes 2 train.py", ["DDPKIT_NETWORK=IB", "DDPKIT_HOST_SUFFIX=i"], "IFNAME"),
+    ("run --site roihu -A p train.py", ["--partition=gpumedium"], "gpularge"),
+    ("run --site roihu -A p --nodes 2 train.py", ["--partition=gpularge"], "gpumedium"),
+    ("run --site polaris -A p --nodes 9 train.py", ["-q debug-scaling", "export https_proxy="], "stage"),
+    ("run --site aurora -A p --nodes 256 train.py", ["-q prod", "export CCL_CONFIGURATION_PATH=''"], "debug"),
+    ("run --site frontier -A p --stage --setup 'a b' train.py",
+     ["--constraint=nvme", " --stage --stage-dir '/mnt/bb/$USER' -- train.py"], "all_proxy"),
+    ("run --site perlmutter -A p --nodes 2 train.py", ["export GLOO_SOCKET_IFNAME=hsn0\n"], "IFNAME=hsn\n"),
     ("run --site lumi train.py", ["export DDPKIT_CPU_BIND=list:49-55:57-63:"], "NCCL"),
     ("run --site aurora train.py", ["select=1:ncpus=204:mpiprocs=12:", "export OMP_NUM_THREADS=4\n",
      "export DDPKIT_CPU_BIND=list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:"], "ngpus"),
@@ -325,3 +332,60 @@ def test_a_profile_stages_unless_the_user_says_otherwise(login: Login, tmp_path:
                            (("--no-stage",), "launch --no-stage -- train.py"),
                            (("--stage-dir", "/fast"), " --stage --stage-dir /fast -- train.py")):
         assert words in login.submit("run", "--dry-run", "--site", str(site), *options, "train.py").out
+
+
+def test_directives_of_the_stage_folder_come_with_it(login: Login, tmp_path: Path) -> None:
+    site = tmp_path / "own.yaml"
+    site.write_text("title: Own\nscheduler: slurm\nstage_dir: /nvme/$USER\nstage_directives: [--constraint=nvme]\n")
+    for options, words, is_requested in (
+            ("--stage", " --stage --stage-dir '/nvme/$USER' -- ", True), ("", "launch", False),
+            ("--no-stage", " --no-stage -- ", False), ("--stage-dir /fast", " --stage --stage-dir /fast -- ", False)):
+        done = login.submit("run", "--dry-run", "--site", str(site), *options.split(), "train.py")
+        assert words in done.out and ("\n#SBATCH --constraint=nvme\n" in done.out) == is_requested
+
+
+@pytest.mark.parametrize(("scheduler", "options", "queue"), [
+    ("pbs", "--nodes 2", "-q debug"), ("pbs", "--nodes 3", "-q scaling"), ("pbs", "--nodes 2 --spare 1", "-q scaling"),
+    ("pbs", "--nodes 9999", "-q prod"), ("pbs", "--nodes 2 -p mine", "-q mine"),
+    ("pbs", "--nodes 2 -q mine", "-q mine"),
+    ("pbs", "--nodes 2 --directive='-q mine'", "-q mine"), ("slurm", "--nodes 4", "--partition=scaling"),
+    ("slurm", "--nodes 4 -q short", "--partition=scaling"),
+    ("slurm", "--directive=--partition=mine", "--partition=mine"),
+    ("qos", "--nodes 4", "--qos=scaling"), ("qos", "--nodes 4 -q mine", "--qos=mine"),
+    ("qos", "--nodes 4 --directive=--qos=mine", "--qos=mine"), ("pbs", "--nodes 12", "")])
+def test_queue_follows_the_number_of_nodes(scheduler: str, options: str, queue: str, login: Login,
+                                           tmp_path: Path) -> None:
+    site = tmp_path / "own.yaml"
+    is_qos = scheduler == "qos"
+    site.write_text(f"title: Own\nscheduler: {'slurm' if is_qos else scheduler}\n"
+                    f"queue_option: {'qos' if is_qos else 'partition'}\nqueues:\n  - {{nodes: 1-2, queue: debug}}\n"
+                    "  - {nodes: 3-9, queue: scaling}\n  - {nodes: 20-, queue: prod}\n")
+    done = login.submit("run", "--dry-run", "--site", str(site), *shlex.split(options), "train.py")
+    if not queue:
+        assert done.status == 1 and ("own has no queue for 12 nodes. Expected a number of: debug (nodes: 1-2), scaling "
+                                     "(nodes: 3-9), prod (nodes: 20-). Give another --nodes, or name a") in done.err
+        site.write_text(site.read_text() + "queue: other\n")
+        queue = "-q other"
+        done = login.submit("run", "--dry-run", "--site", str(site), *shlex.split(options), "train.py")
+    named = [line for line in done.out.splitlines() if line.startswith("#") and any(
+        f" {option}" in line for option in ("-q ", "--partition", "--qos"))]
+    assert [line for line in named if "short" not in line] == [f"#{'PBS' if scheduler == 'pbs' else 'SBATCH'} {queue}"]
+
+
+@pytest.mark.parametrize(("proxy", "lines"), [
+    ("", 0), ("proxy: http://proxy.site.org:3128\n", 3),
+    ("proxy: {value: 'http://proxy.site.org:3128', no_proxy: 'localhost,.site.org', reason: a, source: b}\n", 3)])
+def test_proxy_is_set_only_where_the_profile_has_one(proxy: str, lines: int, login: Login, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://that.of.the.shell")
+    site = tmp_path / "own.yaml"
+    site.write_text(f"title: Own\nscheduler: slurm\n{proxy}")
+    run = ("run", "--dry-run", "--site", str(site))
+    script = login.submit(*run, "train.py").out
+    assert script.count("_proxy=") == lines
+    if proxy:
+        excepted = "localhost,.site.org" if "no_proxy" in proxy else "localhost,127.0.0.1"
+        for variable, value in (("http_proxy", "http://proxy.site.org:3128"),
+                                ("https_proxy", "http://proxy.site.org:3128"), ("no_proxy", excepted)):
+            assert f"export {variable}={value}\n" in script
+        assert "export http_proxy=''\n" in login.submit(*run, "--env", "http_proxy=", "train.py").out

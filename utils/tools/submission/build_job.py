@@ -37,6 +37,7 @@ MISPLACED = (
 
 
 _WHOLE_NODES = "--exclusive"  # of sbatch
+_QUEUES = ({"-p", "--partition"}, {"-q", "--qos"})  # of sbatch; of a site where a queue is a QOS
 
 
 class UsageError(Exception):
@@ -78,7 +79,8 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
     stage = args.stage
     if stage is None and (args.stage_dir is not None or profile.stage):
         stage = True
-    queue, directives = _queue_and_directives(args, profile)
+    in_site_folder = bool(stage) and args.stage_dir is None and profile.stage_dir is not None
+    queue, directives = _queue_and_directives(args, profile, in_site_folder)
     plain = {name: getattr(args, name) for name in OPTIONS}
     if args.mail_user and not args.mail_type:  # without it, Slurm sends nothing
         plain["mail_type"] = "end,fail"
@@ -214,17 +216,21 @@ def _share_of_cores(profile: Profile, ranks: int) -> int | None:
 
 
 def _queue_and_directives(
-    args: argparse.Namespace, profile: Profile
+    args: argparse.Namespace, profile: Profile, in_site_folder: bool
 ) -> tuple[str | None, tuple[str, ...]]:
-    queue = args.queue or profile.queue
-    directives = list(profile.directives)
+    """in_site_folder: the ranks start from copies in the profile's stage_dir."""
+    directives = [*profile.directives, *(profile.stage_directives if in_site_folder else ())]
     is_qos = profile.scheduler == "slurm" and profile.queue_option == "qos"
+    queue = args.queue
     if args.qos and (is_qos or profile.scheduler == "pbs"):
         if args.queue:
             raise UsageError("Both -p and -q name a queue. Give one of them.")
         queue = args.qos
     elif args.qos:
         directives.append(f"--qos={shlex.quote(args.qos)}")
+    options = {option_name(split_directive(directive)) for directive in args.directives}
+    if not queue and not options & ({"-q"} if profile.scheduler == "pbs" else _QUEUES[is_qos]):
+        queue = profile.queue_for(args.nodes + args.spare)
     if queue and is_qos:
         directives.append(f"--qos={queue}")
         queue = None

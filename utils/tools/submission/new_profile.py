@@ -81,12 +81,13 @@ class _Writer:
         if not usable:
             self.missing.append("queue: the scheduler reports none. Is it running?")
             return
-        self.lines.append("# Queues, one of which may be 'queue', with their limits for a job:")
+        self.lines += ["# Queues with their limits. Without overlaps, 'queues' chooses by nodes:"]
+        self.lines.append("# queues:")
         for queue in usable:
-            seconds, nodes = queue.max_walltime_seconds, queue.max_nodes
-            limits = [format_walltime(seconds)] if seconds else []
-            limits += [f"{queue.min_nodes} to {nodes or 'any number of'} nodes"]
-            self.lines.append(f"#   {queue.name}: {', '.join(limits)}")
+            seconds = queue.max_walltime_seconds
+            limit = f"  # at most {format_walltime(seconds)}" if seconds else ""
+            nodes = f"{queue.min_nodes}-{queue.max_nodes or ''}"
+            self.lines.append(f"#   - {{nodes: {nodes}, queue: {_quoted(queue.name)}}}{limit}")
 
     def _fabric(self) -> None:
         names = re.findall(r"^\d+: ([\w.-]+)", _output("ip", "-o", "link"), re.MULTILINE)

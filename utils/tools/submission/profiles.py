@@ -39,6 +39,19 @@ class Variable:
 
 
 @dataclass(frozen=True)
+class QueueRange:
+    """The queue of jobs with first to last nodes; last is None: or more."""
+
+    queue: str
+    first: int
+    last: int | None
+
+    def __str__(self) -> str:
+        numbers = str(self.first) if self.last == self.first else f"{self.first}-{self.last or ''}"
+        return f"{self.queue} (nodes: {numbers})"
+
+
+@dataclass(frozen=True)
 class Profile:
     """One site. None or empty: left to the scheduler."""
 
@@ -48,7 +61,8 @@ class Profile:
     scheduler: str  # "slurm" or "pbs"
     origin: str | None = None  # where the values are from, and whether they were run there
     account_example: str | None = None  # if it is given, a job needs an account
-    queue: str | None = None  # the default
+    queue: str | None = None  # the default, for numbers of nodes that `queues` does not have
+    queues: tuple[QueueRange, ...] = ()  # by number of nodes, in ascending order
     queue_option: str = "partition"  # Slurm: a queue is a "partition" or a "qos"
     gpus_per_node: int | None = None
     cores_per_node: int | None = None  # available to jobs, counted as the scheduler counts
@@ -62,12 +76,30 @@ class Profile:
     binding: str | None = None  # cores of each rank: "list:4-7:8-11"
     stage: bool = False  # the ranks start from copies of their packages on each node
     stage_dir: str | None = None  # for these: a local folder of each node, "$LOCAL_SCRATCH"
+    stage_directives: tuple[str, ...] = ()  # of jobs that use this folder: "--constraint=nvme"
+    proxy: dict[str, str] = field(default_factory=dict)  # variables: http_proxy, https_proxy, ...
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()  # lines of shell
     directives: tuple[str, ...] = ()  # "--constraint=gpu", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: "system=polaris"
     environment: dict[str, Variable] = field(default_factory=dict)
+
+    def queue_for(self, nodes: int) -> str | None:
+        """Return the queue of a job with this number of nodes; None: the scheduler's default.
+
+        Raises ProfileError where the profile has queues, and none for this number.
+        """
+        for entry in self.queues:
+            if entry.first <= nodes and (entry.last is None or nodes <= entry.last):
+                return entry.queue
+        if self.queues and self.queue is None:
+            raise ProfileError(
+                f"The profile {self.name} has no queue for {nodes} node{'s' * (nodes > 1)}. "
+                f"Expected a number of: {', '.join(map(str, self.queues))}. Give another --nodes, "
+                "or name a queue with --partition."
+            )
+        return self.queue
 
     def exports(self, nodes: int, ranks_per_node: int) -> dict[str, str]:
         """Return the variables to set in a job with these numbers of nodes and ranks per node."""
@@ -88,7 +120,8 @@ class Profile:
             fabric[CPU_BIND] = self.binding
             if self.scheduler == "pbs":  # otherwise PBS sets it to a rank's share of the node
                 fabric["OMP_NUM_THREADS"] = str(min(map(len, cores)))
-        return {name: value for name, value in fabric.items() if value is not None} | variables
+        known = {name: value for name, value in fabric.items() if value is not None}
+        return self.proxy | known | variables
 
 
 def names() -> list[str]:
@@ -311,12 +344,67 @@ def _parts(node: Node, key: str, keys: Mapping[str, Read]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in _COMMENTS}
 
 
+def _queues(node: Node, key: str) -> tuple[QueueRange, ...]:
+    """Read [{nodes: 1-2, queue: debug}, {nodes: 3-, queue: main}]."""
+    found: list[QueueRange] = []
+    for item in list_of(node, key):
+        parts = _parts(item, f"an entry of {key}", {"nodes": _node_range, "queue": text})
+        missing = [name for name in ("nodes", "queue") if name not in parts]
+        if missing:
+            raise mistake(
+                item, f"an entry of {key}", f"without {missing[0]!r}", "{nodes: 1-2, queue: debug}"
+            )
+        entry = QueueRange(parts["queue"], *parts["nodes"])
+        if found and (found[-1].last is None or entry.first <= found[-1].last):
+            raise mistake(
+                item, f"{entry} in {key}", f"after {found[-1]}", "ascending numbers, each once"
+            )
+        found.append(entry)
+    return tuple(found)
+
+
+def _range(value: str) -> tuple[int, int | None]:
+    """ "1-2" -> (1, 2), "3" -> (3, 3), "10-" -> (10, None). Raises ValueError."""
+    found = re.fullmatch("([1-9][0-9]{0,6})(-([1-9][0-9]{0,6})?)?", value)
+    if found is None:
+        raise ValueError
+    first, last = int(found[1]), int(found[3]) if found[3] else None
+    if found[2] is None:
+        last = first
+    if last is not None and last < first:
+        raise ValueError
+    return first, last
+
+
+_node_range = _form(_range, "numbers of nodes, such as 4, 1-2, or 10- for 10 or more")
+_url = _form(
+    _matching(r"https?://[\w.-]+(:\d+)?/?", str), "a URL such as http://proxy.site.org:3128"
+)
+
+
+def _proxy(node: Node, key: str) -> dict[str, str]:
+    """Read {value: URL, no_proxy: "localhost,.site.org"}, or the URL alone."""
+    parts = {"value": node}
+    if node.id == "mapping":
+        parts = _parts(node, key, {"value": lambda value, _: value, "no_proxy": text})
+    if "value" not in parts:
+        raise mistake(node, key, "without its value", "'value: http://proxy.site.org:3128'")
+    url, exceptions = _url(parts["value"], key), parts.get("no_proxy", "localhost,127.0.0.1")
+    return {"http_proxy": url, "https_proxy": url, "no_proxy": exceptions}
+
+
+def _text_or_empty(node: Node, key: str) -> str:
+    """Read one value, which may be "", in quotation marks."""
+    return "" if node.id == "scalar" and node.style and not node.value else text(node, key)
+
+
 def _variables(node: Node, key: str) -> dict[str, Variable]:
     variables = {}
     for name, name_node, value in items(node, key):
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise mistake(name_node, f"a name in {key}", "", "letters, digits and _")
-        parts = _parts(value, f"environment.{name}", {"value": text, "from_nodes": _count})
+        readers = {"value": _text_or_empty, "from_nodes": _count}
+        parts = _parts(value, f"environment.{name}", readers)
         if "value" not in parts:
             raise mistake(value, f"variable {name!r}", "without its value", "'value: ...'")
         variables[name] = Variable(**parts)
@@ -337,7 +425,7 @@ def _binding(node: Node, key: str) -> str:
     return binding
 
 
-_LISTS = ("module_paths", "modules", "setup", "directives", "chunk")
+_LISTS = ("module_paths", "modules", "setup", "directives", "stage_directives", "chunk")
 _KEYS: dict[str, Read] = {
     "title": text,
     "scheduler": _choice(*SCHEDULERS),
@@ -345,6 +433,7 @@ _KEYS: dict[str, Read] = {
     "origin": text,
     "account_example": text,
     "queue": _value(text),
+    "queues": _queues,
     "queue_option": _choice("partition", "qos"),
     "gpus_per_node": _value(_count),
     "cores_per_node": _value(_count),
@@ -358,6 +447,7 @@ _KEYS: dict[str, Read] = {
     "binding": _binding,
     "stage": _value(_boolean),
     "stage_dir": _value(text),
+    "proxy": _proxy,
     **dict.fromkeys(_LISTS, _entries),
     "environment": _variables,
 }
