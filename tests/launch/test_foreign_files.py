@@ -429,6 +429,47 @@ def test_secret_of_agents_is_in_no_folder_that_others_can_replace(machine: Machi
     assert not [*work.glob(".ddpkit-*"), *home.iterdir()]
 
 
+# The remote shell of an mpiexec --------------------------------------------------------------------
+
+HYDRA = """#!/bin/bash
+case "$*" in *--version*) echo "HYDRA build details: Version: 4.2"; exit;; esac
+setpriv --reuid=61234 --regid=61234 --clear-groups bash -c '
+    shopt -s nullglob
+    for folder in "$TMPDIR"/launch-*; do
+        mv "$folder" "$folder.away"; mkdir -m 755 "$folder"
+        printf "#!/bin/sh\\nid -u > ran\\n" > "$folder/remote-shell"; chmod 755 "$folder/remote-shell"
+    done' 2> /dev/null
+while [ "$1" != -launcher-exec ]; do shift; done
+exec "$2" n2 true
+"""
+
+
+def test_remote_shell_of_mpiexec_is_in_no_folder_that_others_can_replace(machine: Machine) -> None:
+    work, temporary = machine.make("work", VICTIM), machine.make("shared", VICTIM, 0o777)
+    machine.write(work / "t.py", "", VICTIM)
+    machine.write(machine.home / "mpiexec", HYDRA, VICTIM, 0o755)
+    machine.write(machine.home / "pbs_tmrsh", "#!/bin/sh\necho reached $1\n", VICTIM, 0o755)
+    hosts = machine.write(machine.home / "hosts", f"{socket.gethostname()}\nn2\n", VICTIM)
+    done = machine.kit("launch", "--launcher", "mpiexec", "--no-watch", "t.py", cwd=work, TMPDIR=str(temporary),
+                       PATH=f"{machine.home}:{os.environ['PATH']}", PBS_JOBID="1.head", PBS_NODEFILE=str(hosts),
+                       PBS_TASKNUM="1", PBS_JOBCOOKIE="1", PBS_MOMPORT="1")
+    assert "reached n2" in done.stdout and not (work / "ran").exists(), done
+    assert not list(temporary.iterdir())
+
+
+# The hosts that jobs avoid -------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["file", "fifo", "link"])
+def test_bad_hosts_of_another_user_are_not_read(machine: Machine, kind: str) -> None:
+    machine.make("jobs-out", VICTIM).chmod(0o1777)
+    records.write(machine.make("jobs-out/train-1", VICTIM), records.new_record(Job(("train.py",)), "pbs", "x"), ["11"])
+    listed = machine.write(machine.home / "listed", "n7\n", VICTIM)
+    make = {"file": "echo n7 > {0}", "fifo": "mkfifo {0}", "link": f"ln -s '{listed}' {{0}}"}[kind]
+    assert machine.attack(["bash", "-c", make.format("jobs-out/bad-hosts.txt")]).returncode == 0
+    done = machine.kit("submit", "list")
+    assert "11" in done.stdout and "n7" not in done.stdout + done.stderr, done
+
+
 # The folder in which doctor tries a file system ----------------------------------------------------
 
 @pytest.mark.parametrize("attack", ["link", "folder", "exchange"])

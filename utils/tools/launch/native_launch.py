@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from ...host.trust import may_trust
+from ...launch_error import LaunchError
 from . import remote_shell
 from .bootstrap import module_command
 from .child_processes import HELD, TERMINATE_SECONDS
@@ -259,6 +260,22 @@ def more_open_files(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def _folder_for_programs() -> str:
+    """Return the first folder in which nobody else can exchange a program: $TMPDIR, /tmp, home.
+
+    Raises LaunchError where there is none.
+    """
+    remedy = "set TMPDIR to a folder that is yours alone"
+    problem = ""
+    for folder in (tempfile.gettempdir(), "/tmp", os.path.expanduser("~")):
+        try:
+            os.close(may_trust(folder, remedy, is_parent=True))
+            return folder
+        except OSError as error:
+            problem = problem or str(error)
+    raise LaunchError(f"no folder for the remote shell of mpiexec: {problem}")
+
+
 def start_command(
     launch: Launch, words: Sequence[str], environ: Mapping[str, str], stderr: int | None = None
 ) -> subprocess.Popen[bytes] | None:
@@ -269,9 +286,8 @@ def start_command(
         file.flush()
         words = [word.replace(HOST_FILE, f"/proc/self/fd/{file.fileno()}") for word in words]
         if REMOTE_SHELL in words:
-            script = Path(
-                launch.files.enter_context(TemporaryDirectory(prefix="launch-")), "remote-shell"
-            )
+            folder = tempfile.TemporaryDirectory(prefix="launch-", dir=_folder_for_programs())
+            script = Path(launch.files.enter_context(folder), "remote-shell")
             script.write_text(remote_shell.script(plan.python))
             script.chmod(0o700)
             words = [str(script) if word == REMOTE_SHELL else word for word in words]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ...job import exclude_file
@@ -23,10 +25,22 @@ def path(parent: Path) -> Path:
     return parent / FILE
 
 
+def listed(parent: Path) -> list[Entry]:
+    """Return the hosts that jobs of a folder of submissions avoid.
+
+    None of a file that another user has put there; a FIFO would not end, either.
+    """
+    file = path(parent)
+    with suppress(OSError):
+        if file.lstat().st_uid in (0, os.geteuid()):
+            return exclude_file.read(file)
+    return []
+
+
 def avoid_bad_hosts(scheduler: Scheduler, job: Job, parent: Path) -> Job:
     """Return a job that avoids the listed hosts, and print which and why."""
     file = path(parent)
-    entries = exclude_file.read(file)
+    entries = listed(parent)
     if not entries:
         return job
     try:

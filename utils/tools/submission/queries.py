@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from ...job import exclude_file
 from ...job.commands import SchedulerError
 from ...launch_report import EXIT_REQUEUE
 from ...visible_text import visible
@@ -154,7 +153,7 @@ def print_list(
     if len(submissions) > MAX_LISTED:
         note(f"{len(submissions) - MAX_LISTED} earlier submissions in {parent} are not shown")
     file = exclusion.path(parent)
-    for text in exclusion.describe(exclude_file.read(file)):
+    for text in exclusion.describe(exclusion.listed(parent)):
         note(f"hosts that jobs submitted from here avoid ({file}): {text}")
     return 0
 
