@@ -23,7 +23,7 @@ from utils.tools.main import COMMANDS, main
 LISTS = (["launch"], ["watch"], ["submit run"],
          [f"submit {name}" for name in ("status", "list", "logs", "stop", "cancel")],
          ["submit doctor"], ["doctor"], ["doctor logs"], ["plan"], ["bench ddp"], ["bench collectives"], ["sites"],
-         ["checkpoints"], ["plot"])
+         ["stage"], ["checkpoints"], ["plot"])
 SAME_AS_RUN = "submit doctor"  # its options are those of `submit run`
 MODULES = {"": ["Distributed", "LaunchError", "setup_distributed"], "checkpoint": [], "data": [],
            "metrics": ["Metrics"], "preemption": [], "training": []}  # []: what __init__.py imports

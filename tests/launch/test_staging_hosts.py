@@ -90,6 +90,21 @@ def test_each_host_has_a_copy(lab: Lab, shared: Shared, own_disks: Callable[[], 
     assert_one_warning(done.output, "on h2 the packages are not staged")
 
 
+@pytest.mark.parametrize("by", ["ssh", "mpich5"])
+def test_copies_in_memory_go_with_the_ranks_of_each_host(lab: Lab, shared: Shared, by: str,
+                                                         own_disks: Callable[[], dict[str, Path]]) -> None:
+    """Agents and the parents of ranks remove them, where no option names a folder."""
+    launcher = "ssh" if by == "ssh" else str(lab.need("mpich"))
+    (shared.folder / "nodes").write_text("h1\nh2\n")
+    env = {"PATH": f"{lab.ssh.parent}:/usr/bin:/bin", "PBS_JOBID": "1.lab",
+           "PBS_NODEFILE": str(shared.folder / "nodes"), "TMPDIR": str(shared.disk)}
+    words = [word for word in shared.words("--stage", "--independent", "--launcher", launcher)
+             if word not in ("--stage-dir", str(shared.disk))]
+    done = lab.run("h1", ["env", "-C", str(shared.folder), *words], env=env)
+    assert done.status == 0 and shared.uses_copy(shared.ranks(done.output)), done.output
+    assert [list(root.iterdir()) for root in own_disks().values()] == [[], []]
+
+
 def test_a_spare_host_of_slurm_has_a_copy_too(slurm: SlurmCluster, shared: Shared,
                                               own_disks_in_slurm: dict[str, Path]) -> None:
     """Made while the ranks run, so that a restart there need not wait for it; no archive is left."""

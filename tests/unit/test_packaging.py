@@ -50,6 +50,42 @@ def test_installing_for_all_users_removes_no_other_installation(installed: Path,
         assert [*(tmp_path / folder).glob("lib/python3*/site-packages/ddpkit/__init__.py")], folder
 
 
+MODULES = next(Path("/usr/lib").glob("*/modulecmd.tcl"), None)  # Environment Modules, where the system has them
+
+
+@pytest.mark.parametrize("kind", ["lua", "tcl"])
+def test_module_file_for_all_users_puts_one_command_on_path(installed: Path, tmp_path: Path, kind: str) -> None:
+    """By the lines of docs/centres.md. Where the system has no such modules, the lines for PATH are read."""
+    page = (ROOT / "docs" / "centres.md").read_text().replace("/apps", str(tmp_path / "apps"))
+    folder = tmp_path / "apps" / "ddpkit" / "0.1.0"
+    venv.create(folder, symlinks=True)
+    for name in ("pip", "pip3"):
+        (folder / "bin" / name).write_text("")
+    command = folder / "bin" / "ddpkit"
+    command.write_text(f"#!{folder}/bin/python\n" + (installed / "bin" / "ddpkit").read_text().partition("\n")[2])
+    command.chmod(0o755)
+    made = [line for line in page.splitlines() if line.startswith(("mkdir ", "ln "))]
+    subprocess.run(["bash", "-ec", "\n".join(made)], check=True)
+
+    text, = re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "modules" / "ddpkit" / "0.1.0"
+    file.parent.mkdir(parents=True)
+    file.write_text(text.replace("prereq pytorch\n", ""))
+    if kind == "tcl" and MODULES is not None:
+        load = f'eval "$({MODULES} bash load ddpkit/0.1.0)"'
+    else:
+        folders = re.findall(r'prepend[_-]path\W+PATH\W+"?(/[^"\n]*?)"?\)?\n', text)
+        assert len(folders) == 1
+        load = f'PATH="{folders[0]}:$PATH"'
+    words = "ddpkit --version; for name in ddpkit python3 pip; do type -P $name || echo none; done"
+    env = {"PATH": "/usr/bin:/bin", "MODULEPATH": str(tmp_path / "modules"), "PYTHONPATH": str(installed)}
+    before = {name: shutil.which(name, path=env["PATH"]) or "none" for name in ("python3", "pip")}
+    done = subprocess.run(["bash", "-c", f"{load}\n{words}"], env=env, capture_output=True, text=True, timeout=60)
+    version, *paths = done.stdout.splitlines()
+    assert version.startswith("ddpkit 0."), done.stderr
+    assert paths == [f"{folder}/command/ddpkit", before["python3"], before["pip"]]
+
+
 def test_wheel_holds_every_file_of_utils_and_jobs(installed: Path) -> None:
     def files(folder: Path) -> set[Path]:
         return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}

@@ -37,6 +37,10 @@ COMMANDS = {
         "submission.submit_cli",
         kit_needs=("yaml",),
     ),
+    "stage": Command(
+        "pack an environment once for all its users, list and remove copies of packages",
+        "staging.stage_cli",
+    ),
     "sites": Command(
         "list and write profiles of clusters, print defaults",
         "submission.sites_cli",

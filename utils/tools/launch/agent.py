@@ -18,6 +18,7 @@ from ...host.network import INTERFACE
 from ...host.trust import NotTrusted, may_trust
 from ...launch_error import LaunchError
 from ...launch_report import VARIABLE
+from ..staging import IN_MEMORY
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .host_ranks import start_on_host
@@ -87,6 +88,10 @@ class Agent:
                 lost = self._connection.closed
                 self._outputs.drain(_DRAIN_SECONDS, self._wait)
             self._outputs.drain(0.0, self._wait)
+            if self._environ_of_ranks.get(IN_MEMORY):
+                from ..staging.memory import remove_from_memory  # slow to load, and seldom needed
+
+                remove_from_memory(self._environ_of_ranks)
             self._send({"kind": "done"})
             self._wait_for_coordinator()
             return int(lost)
@@ -113,9 +118,10 @@ class Agent:
         same_host = order["host"] == socket.gethostname()
         environ = order["environ"] if self._environ is None else self._environ
         environ[VARIABLE] += self._secret
+        self._environ_of_ranks = rank_environment(environ, os.environ, same_host=same_host)
         start_on_host(
             order["processes"],
-            rank_environment(environ, os.environ, same_host=same_host),
+            self._environ_of_ranks,
             processes,
             self._outputs,
             output_dir=order["output_dir"],

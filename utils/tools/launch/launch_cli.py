@@ -210,11 +210,8 @@ def launch(arguments: Sequence[str] | None = None) -> Outcome:
         if len(lines) > 1:
             print_status(f"and {len(lines) - 1} more like this; --dry-run shows all")
     try:
-        with _stage(args, plan) if args.stage else nullcontext(()) as starter:
-            return run(
-                plan._replace(starter=starter),
-                lambda hosts: replan(hosts)._replace(starter=starter),
-            )
+        with _stage(args, plan) if args.stage else nullcontext(lambda plan: plan) as staged:
+            return run(staged(plan), lambda hosts: staged(replan(hosts)))
     except LaunchError as error:  # it cannot listen
         Failure(str(error), "launch").write()
         print_error(str(error))
@@ -222,9 +219,10 @@ def launch(arguments: Sequence[str] | None = None) -> Outcome:
 
 
 @contextmanager
-def _stage(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Distribute the packages; the value is the words before those of each rank."""
-    from ..staging import distribute  # every launch would notice the time to load it
+def _stage(args: argparse.Namespace, plan: Plan) -> Iterator[Callable[[Plan], Plan]]:
+    """Distribute the packages; the value returns a plan whose ranks use them."""
+    from ..staging import IN_MEMORY, distribute  # every launch would notice the time to load it
+    from ..staging.memory import remove_from_memory
 
     def one_per_host(hosts: Sequence[str], *options: str) -> list[str]:
         options += ("--nodelist", ",".join(hosts), "--ntasks-per-node", "1", "--independent")
@@ -243,12 +241,20 @@ def _stage(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[str, ...]]:
         also=args.stage_also,
         note=print_status,
     )
-    with (
-        distribute.on_spares(one_per_host(plan.spares), starter)
-        if starter and plan.spares
-        else nullcontext()
-    ):
-        yield tuple(starter)
+    variables = {IN_MEMORY: "1"} if starter and not args.stage_dir else {}
+
+    def staged(plan: Plan) -> Plan:
+        return plan._replace(starter=tuple(starter), environ={**plan.environ, **variables})
+
+    try:
+        with (
+            distribute.on_spares(one_per_host(plan.spares), starter, variables)
+            if starter and plan.spares
+            else nullcontext()
+        ):
+            yield staged
+    finally:
+        remove_from_memory({**plan.environ, **variables})
 
 
 def _set_staging(args: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from ...host import process
 from ...launch_error import LaunchError
 from ...launch_report import VARIABLE, parse_address
 from ...launchers.detect import detect
+from ..staging import IN_MEMORY
 from . import rank_parent
 from .child_processes import LAUNCH_VARIABLE
 from .host_ranks import report_mask, shares_of_ranks
@@ -107,6 +108,10 @@ def main(arguments: Sequence[str]) -> int:
     # What PALS signals is not known; a stop that reaches a rank twice does no harm.
     rank = rank_parent.RankParent(pid, peer, watch, forwards=launcher == "pals")
     rank.run()
+    if os.environ.get(IN_MEMORY):
+        from ..staging.memory import remove_from_memory  # slow to load, and seldom needed
+
+        remove_from_memory(os.environ)
     rank_parent.end_like(rank.status or 0)
 
 

@@ -3,9 +3,10 @@
 packages.py lists what is staged, surroundings.py what a copy links to. index.py finds whether it
 has changed, archive.py packs it, and distribute.py brings the archive to the nodes, with
 broadcast.py where MPI sends it. There, start.py becomes the program of a rank, with a copy that
-node_copy.py keeps: unpack.py makes it, marker.py and imports.py check it, room.py removes it.
-kept.py has what archives and copies share. Only the standard library is used, but for mpi4py in
-broadcast.py: a Python without site-packages runs these.
+node_copy.py keeps: unpack.py makes it, marker.py and imports.py check it, room.py removes it,
+memory.py with its ranks. kept.py has what archives and copies share. Only the standard library is
+used, but for mpi4py in broadcast.py: a Python without site-packages runs these. stage_cli.py is the
+command `ddpkit stage`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ RECEIVED = "ddpkit-stage-{}.tar"  # an archive that was sent to a node
 PACKAGES = "ddpkit-packages"  # further folders of packages
 ALSO = "ddpkit-also"  # folders of --stage-also
 CACHES = "ddpkit-caches"
+
+ORIGIN = "ddpkit-stage-of"  # in pyvenv.cfg of a copy: the environment
+# Set for whoever starts ranks: a copy in memory goes with them. A folder that is named keeps it.
+IN_MEMORY = "DDPKIT_STAGED_IN_MEMORY"
 
 
 class StagingError(Exception):

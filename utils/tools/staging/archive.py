@@ -11,18 +11,31 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from ...host.trust import make_folders, open_owned
 from . import Archive, StagingError
 from .index import find_key
 from .kept import cleanup_at_signals, locked, remove_leftovers
-from .packages import Environment, Member, members_of
+from .packages import Environment, Member, members_of, name_of
+from .surroundings import SYSTEM
 
 CHUNK_BYTES = 1 << 20
 _LINE_SECONDS = 10.0  # between two lines of progress
 _OLD_SECONDS = 24 * 3600.0  # an archive of another content, which no launch reads any more
+_READING_SECONDS = 3600.0  # nodes of a launch that began before a change may still read it
 _TYPES = {"file": tarfile.REGTYPE, "link": tarfile.SYMTYPE, "folder": tarfile.DIRTYPE}
+
+
+class Record(NamedTuple):
+    """What a folder of archives says about one. for_all: made by `ddpkit stage pack`."""
+
+    archive: Archive
+    environment: Environment
+    for_all: bool
+    owner: int
+    used: float  # when a launch of the owner has last used it; since the epoch
 
 
 def line_of(info: tarfile.TarInfo) -> bytes:
@@ -37,19 +50,26 @@ def owners_of(prefix: str) -> set[int]:
     return {0, os.geteuid(), os.stat(prefix).st_uid}
 
 
-def get_archive(environment: Environment, note: Callable[[str], None]) -> Archive:
+def get_archive(
+    environment: Environment, note: Callable[[str], None], *, for_all: bool = False
+) -> Archive:
     """Return the archive of an environment; pack it where none is kept. Raises StagingError.
 
-    note: prints a line of progress.
+    note: prints a line of progress. for_all: other users read it, which leaves no trace, so that it
+    is kept for as long as it fits its environment, beside which it lies.
     """
-    folders = _cache_folders(environment)
+    folders = cache_folders(environment.prefix)
+    if for_all:
+        folders = folders[:-1]
     owners = owners_of(environment.prefix)
     key = find_key(environment, folders, owners)
     for folder in folders:
         kept = _kept(folder, key, owners)
         if kept is not None:
-            return kept
-    problem = ""
+            if for_all and not kept.for_all:
+                _write_record(folder, kept.archive, environment, for_all)
+            return kept.archive
+    problem = f"{environment.prefix} belongs to the system, and holds no archives"
     for folder in folders:
         try:
             make_folders(folder)
@@ -57,41 +77,118 @@ def get_archive(environment: Environment, note: Callable[[str], None]) -> Archiv
                 with contextlib.suppress(OSError):  # without locks, each launch packs for itself
                     stack.enter_context(locked(folder, key))
                     if kept := _kept(folder, key, owners):  # packed by another launch meanwhile
-                        return kept
+                        return kept.archive
                     remove_leftovers(folder, key)
                 stack.enter_context(cleanup_at_signals())
-                return _pack(environment, key, folder, note)
+                return _pack(environment, key, folder, note, for_all)
         except OSError as error:
             problem = f"{folder} cannot hold the archive ({error.strerror or error})"
+    if for_all:
+        raise StagingError(
+            f"{problem}. Expected an environment of its own, and space there. Run this command as "
+            "its owner, or as root"
+        )
     raise StagingError(f"{problem}. Expected space for it there. Make some, or set XDG_CACHE_HOME")
 
 
-def _cache_folders(environment: Environment) -> list[str]:
+def cache_folders(prefix: str = "") -> list[str]:
     """Return where archives are kept: beside the environment, else in the cache of the user."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     own = os.path.join(cache, "ddpkit", "stage")
-    beside = os.path.join(environment.prefix, ".ddpkit-stage")
-    is_system = environment.prefix in ("/", "/usr", "/usr/local")
-    return [own] if is_system else [beside, own]
+    return [own] if prefix in ("", *SYSTEM) else [os.path.join(prefix, ".ddpkit-stage"), own]
 
 
-def _kept(folder: str, key: str, owners: set[int]) -> Archive | None:
-    """Return a kept archive; None where there is none, or it is not as it was written."""
+def _kept(folder: str, key: str, owners: set[int]) -> Record | None:
+    """Return a kept archive, and note its use; None where there is none that can be used."""
+    record = _read_record(folder, key, owners)
+    if record is not None:
+        with contextlib.suppress(OSError):  # of another user
+            os.utime(record.archive.path)
+    return record
+
+
+def _read_record(folder: str, key: str, owners: set[int]) -> Record | None:
+    """Return what is known of an archive; None where it is not as it was written."""
     try:
         with open(open_owned(os.path.join(folder, f"{key}.json"), owners)) as file:
-            found = Archive(**{**json.load(file), "path": os.path.join(folder, f"{key}.tar")})
-        with open(open_owned(found.path, owners), "rb") as tar:
-            if found.key != key or os.fstat(tar.fileno()).st_size != found.size:
-                return None
-        with contextlib.suppress(OSError):  # of another user
-            os.utime(found.path)
-        return found
-    except (OSError, ValueError, TypeError):
+            found: dict[str, Any] = json.load(file)
+        archive = Archive(**{**found["archive"], "path": os.path.join(folder, f"{key}.tar")})
+        with open(open_owned(archive.path, owners), "rb") as tar:
+            status = os.fstat(tar.fileno())
+        if archive.key != key or status.st_size != archive.size:
+            return None
+        environment = Environment(**found["environment"])
+        return Record(archive, environment, found["for_all"], status.st_uid, status.st_mtime)
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _pack(environment: Environment, key: str, folder: str, note: Callable[[str], None]) -> Archive:
-    _remove_old(folder)
+def _write_record(folder: str, archive: Archive, environment: Environment, for_all: bool) -> None:
+    found = {
+        "archive": archive._asdict(),
+        "environment": environment._asdict(),
+        "for_all": for_all,
+    }
+    descriptor, temporary = tempfile.mkstemp(prefix=".json-", dir=folder)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(found, file)
+        os.fchmod(descriptor, 0o644)
+    os.replace(temporary, os.path.join(folder, f"{archive.key}.json"))
+
+
+def records_in(folder: str, owners: set[int]) -> Iterator[Record]:
+    """Yield the archives of a folder that are whole, and of these users."""
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            key, _, kind = name.partition(".")
+            if kind == "json" and (record := _read_record(folder, key, owners)):
+                yield record
+
+
+def fits(record: Record, current: Environment | None = None) -> bool:
+    """Return whether launches may still use an archive; True where that cannot be told.
+
+    current: an environment as it is now, perhaps that of the archive.
+    """
+    environment = record.environment
+    if current is not None and current.prefix == environment.prefix:
+        if current.version != environment.version:
+            return False
+    folder = os.path.dirname(record.archive.path)
+    try:
+        return find_key(environment, [folder], owners_of(environment.prefix)) == record.archive.key
+    except FileNotFoundError:
+        return False
+    except (OSError, StagingError):
+        return True
+
+
+def remove_archives(
+    folder: str, note: Callable[[str], None], current: Environment | None = None
+) -> None:
+    """Remove this user's archives in a folder that no longer fit their environment.
+
+    note: called with a line for each. current: as of fits().
+    """
+    owners = owners_of(current.prefix) if current else {os.geteuid()}
+    for record in list(records_in(folder, owners)):
+        key, path = record.archive.key, record.archive.path
+        if record.owner != os.geteuid() or fits(record, current):
+            continue
+        if record.used > time.time() - _READING_SECONDS:
+            note(f"kept {path}: a launch has used it within the last hour")
+            continue
+        with contextlib.suppress(OSError), locked(folder, key, wait=False):
+            for kind in ("json", "tar", "lock"):
+                os.unlink(os.path.join(folder, f"{key}.{kind}"))
+            size = record.archive.size / 1e6
+            note(f"removed {path}, {size:.0f} MB: {record.archive.prefix} has changed since")
+
+
+def _pack(
+    environment: Environment, key: str, folder: str, note: Callable[[str], None], for_all: bool
+) -> Archive:
+    _remove_old(folder, environment)
     start = shown = time.monotonic()
     note(f"staging: packing {', '.join(source for source, _ in environment.staged)}")
     with tempfile.TemporaryDirectory(prefix=f".{key}-", dir=folder) as temporary:
@@ -112,11 +209,9 @@ def _pack(environment: Environment, key: str, folder: str, note: Callable[[str],
             key, os.path.join(folder, f"{key}.tar"), size, count, digest.hexdigest(),
             environment.prefix, environment.also,
         )  # fmt: skip
-        with open(f"{temporary}/json", "w", encoding="utf-8") as text:
-            json.dump(archive._asdict(), text)
-        for name in ("tar", "json"):
-            os.chmod(f"{temporary}/{name}", 0o644)
-            os.replace(f"{temporary}/{name}", os.path.join(folder, f"{key}.{name}"))
+        os.chmod(f"{temporary}/tar", 0o644)
+        os.replace(f"{temporary}/tar", archive.path)
+    _write_record(folder, archive, environment, for_all)
     seconds = time.monotonic() - start
     note(f"staging: packed {count} files, {size / 1e6:.0f} MB, in {seconds:.1f} s: {archive.path}")
     return archive
@@ -141,11 +236,16 @@ def _add(tar: tarfile.TarFile, member: Member) -> tarfile.TarInfo:
     return info
 
 
-def _remove_old(folder: str) -> None:
-    """Remove archives that no launch has used for a while."""
+def _remove_old(folder: str, current: Environment) -> None:
+    """Remove archives that no launch has used for a while, but one for all that still fits."""
     oldest = time.time() - _OLD_SECONDS
+    kept = set()
+    for record in records_in(folder, owners_of(current.prefix)):
+        if record.for_all and fits(record, current):
+            key, index = record.archive.key, name_of(record.environment)
+            kept |= {f"{key}.tar", f"{key}.json", f"{index}.index"}
     with os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                if entry.name not in kept and entry.stat(follow_symlinks=False).st_mtime < oldest:
                     shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)

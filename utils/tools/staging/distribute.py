@@ -97,12 +97,15 @@ def stage(
 
 
 @contextmanager
-def on_spares(words: Sequence[str], starter: Sequence[str]) -> Iterator[None]:
+def on_spares(
+    words: Sequence[str], starter: Sequence[str], variables: Mapping[str, str]
+) -> Iterator[None]:
     """Make the copy on spare hosts, too, meanwhile: a restart then has it at once.
 
-    words: start a program on each of them; starter: of stage().
+    words: start a program on each of them; starter: of stage(). variables: of who starts ranks.
     """
     environ = {name: value for name, value in os.environ.items() if name not in _NOT_OF_RANKS}
+    environ |= variables
     process = subprocess.Popen(
         [*words, "--", *starter, "true"],
         env=environ,

@@ -35,7 +35,8 @@ def find_key(environment: Environment, folders: Sequence[str], owners: set[int])
                 header, *paths = file.read().split(b"\0")
             key, digest, count = header.decode("ascii").split()
             if digest == _digest(paths[: int(count)], paths[int(count) :]):
-                os.utime(os.path.join(folder, name))
+                with suppress(OSError):  # of another user
+                    os.utime(os.path.join(folder, name))
                 return key
     return _walk(environment, [os.path.join(folder, name) for folder in folders])
 

@@ -48,7 +48,7 @@ def candidates(stage_dir: str, environ: Mapping[str, str]) -> list[str]:
 
 def is_kept(key: str, folders: Sequence[str]) -> bool:
     """Return whether one of these folders holds a copy that was complete."""
-    return any(os.path.exists(os.path.join(_name(each), key, MARKER)) for each in folders)
+    return any(os.path.exists(os.path.join(root_of(each), key, MARKER)) for each in folders)
 
 
 def prepare(
@@ -70,7 +70,7 @@ def prepare(
     problems = []
     for folder in folders:
         try:
-            root = _open_root(folder)
+            root = open_root(folder)
             with locked(root, archive.key) as state:
                 return _prepare_in(root, archive, source, start, state, check)
         except (OSError, StagingError) as error:
@@ -122,21 +122,25 @@ def _prepare_in(
     return Prepared(copy, known.made_in)
 
 
-def _name(folder: str) -> str:
+def root_of(folder: str) -> str:
+    """Return the folder of this user's copies in a folder of the node."""
     return os.path.join(folder, f"ddpkit-stage-{os.geteuid()}")
 
 
-def _open_root(folder: str) -> str:
+def open_root(folder: str, *, make: bool = True) -> str:
     """Return the folder of this user's copies. OSError, StagingError for one that is not safe.
 
     Others can replace nothing on the way to it, so that its path stays that of what was checked.
+
+    make: whether to make it where there is none.
     """
-    above, name = os.path.realpath(folder), os.path.basename(_name(folder))
+    above, name = os.path.realpath(folder), os.path.basename(root_of(folder))
     parent = may_trust(above, "name another folder with --stage-dir", is_parent=True)
     root = f"{above.rstrip('/')}/{name}"
     try:
-        with suppress(FileExistsError):
-            make_folder(name, 0o700, dir_fd=parent)
+        if make:
+            with suppress(FileExistsError):
+                make_folder(name, 0o700, dir_fd=parent)
         status = os.stat(name, dir_fd=parent, follow_symlinks=False)
     finally:
         os.close(parent)

@@ -16,12 +16,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from . import ALSO, PACKAGES, StagingError
+from . import ALSO, ORIGIN, PACKAGES, StagingError
 from .surroundings import SYSTEM, names_beside
 
 _PROBE_SECONDS = 120.0
 _THREADS = 8  # a parallel file system answers many at once
-_FORMAT = "2"
+_FORMAT = "3"
+_NO_PACKAGES = "/nonexistent"  # in the place of ~/.local, for packages that all users have
 _PROBE = r"""
 import importlib.util, json, os, site, sys
 folders = site.getsitepackages()
@@ -88,29 +89,35 @@ class Member(NamedTuple):
     mode: int = 0o644
 
 
-def find_environment(python: str, also: Sequence[str]) -> Environment:
-    """Query a Python for the folders of its packages. Raises StagingError."""
+def find_environment(python: str, also: Sequence[str], *, for_all: bool = False) -> Environment:
+    """Query a Python for the folders of its packages. Raises StagingError.
+
+    for_all: leave out the packages that this user has installed with `pip install --user`.
+    """
     also = tuple(os.path.realpath(os.path.expanduser(folder)) for folder in also)
     for folder in also:
         if not os.path.isdir(folder):
             raise StagingError(f"--stage-also {folder} is not a folder. Correct it")
-    found = _describe(python)
+    found = _describe(python, for_all)
     folders = tuple(filter(os.path.isdir, dict.fromkeys(found.pop("folders"))))
     if not folders:
         raise StagingError(f"{python} has no folder of packages. Use that of an environment")
     return Environment(**found, folders=folders, also=also)
 
 
-def _describe(python: str) -> dict[str, Any]:
+def _describe(python: str, for_all: bool) -> dict[str, Any]:
     """Return the fields of an Environment, but also; of this process where that is its Python."""
     isolated = sys.flags.no_site or sys.flags.no_user_site or sys.flags.ignore_environment
-    if python == sys.executable and not isolated:
+    if python == sys.executable and not isolated and not for_all:
         names: dict[str, Any] = {}
         exec(_PROBE, names)  # the same lines as in another Python, without the time to start one
         return dict(names["found"])
     words = [python, "-c", _PROBE + _PRINT]
+    environ = {**os.environ, **({"PYTHONUSERBASE": _NO_PACKAGES} if for_all else {})}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_PROBE_SECONDS)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_PROBE_SECONDS, env=environ
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StagingError(f"{python} does not start: {error}. Check it") from None
     line = next((line for line in done.stdout.split("\n") if line.startswith("ddpkit-stage ")), "")
@@ -142,7 +149,10 @@ def key_of(environment: Environment, visit: Callable[[Member], None]) -> str:
 
 
 def _hash(environment: Environment) -> hashlib._Hash:
-    return hashlib.sha256(json.dumps([_FORMAT, *environment._replace(torch="")]).encode())
+    # Some Pythons have the name by which they were started as their base: python or python3.
+    folder, real = os.path.dirname(environment.base), os.path.realpath(environment.base)
+    named = environment._replace(base=f"{folder}:{real}", torch="")
+    return hashlib.sha256(json.dumps([_FORMAT, *named]).encode())
 
 
 def members_of(environment: Environment) -> Iterator[Member]:
@@ -166,7 +176,7 @@ def _surroundings(environment: Environment) -> Iterator[Member]:
     """Yield what makes a venv of the archive, and links to what lies beside the packages."""
     prefix, library = environment.prefix, f"python{environment.short}"
     home = os.path.dirname(environment.base)
-    settings = f"home = {home}\ninclude-system-site-packages = false\n"
+    settings = f"home = {home}\ninclude-system-site-packages = false\n{ORIGIN} = {prefix}\n"
     yield Member("pyvenv.cfg", "file", text=settings)
     own = {"bin/python": environment.base, "bin/python3": "python", f"bin/{library}": "python"}
     for folder in ("bin", "lib", f"lib/{library}", PACKAGES, ALSO):

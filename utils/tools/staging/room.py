@@ -26,9 +26,9 @@ def needed_bytes(archive: Archive) -> int:
 def make_room(root: str, archive: Archive) -> None:
     """Remove unused copies until there is room for another. StagingError where there is none."""
     needed = needed_bytes(archive)
-    for _, key in [(0.0, ""), *_others(root, archive.key)]:
+    for _, key in [(0.0, ""), *copies_in(root, archive.key)]:
         if key:
-            _remove(root, key)
+            remove_copy(root, key)
         free = free_bytes(root)
         if free >= needed:
             return
@@ -42,21 +42,21 @@ def remove_old(root: str, own: str) -> None:
     own: the key of the one that this process has locked.
     """
     remove_leftovers(root, own)
-    others = _others(root, own)
+    others = copies_in(root, own)
     for used, key in list(others):
         if used < time.time() - _OLD_SECONDS:
-            _remove(root, key)
+            remove_copy(root, key)
             others.remove((used, key))
     if not others:
         return
     disk = shutil.disk_usage(root)
     while others and disk.used > _SHARE * disk.total and len(others) > 1:
-        _remove(root, others.pop(0)[1])
+        remove_copy(root, others.pop(0)[1])
         disk = shutil.disk_usage(root)
 
 
-def _others(root: str, key: str) -> list[tuple[float, str]]:
-    """Return when each other copy was used, and its key, the oldest first."""
+def copies_in(root: str, key: str = "") -> list[tuple[float, str]]:
+    """Return when each copy but this one was used, and its key, the oldest first."""
     found = []
     for name in os.listdir(root):
         marker = os.path.join(root, name, MARKER)
@@ -66,8 +66,8 @@ def _others(root: str, key: str) -> list[tuple[float, str]]:
     return sorted(found)
 
 
-def _remove(root: str, key: str) -> None:
-    """Remove a copy that no rank uses, and none is about to."""
+def remove_copy(root: str, key: str) -> bool:
+    """Remove a copy that no rank uses, and none is about to; return whether it was removed."""
     with (
         suppress(OSError),
         locked(root, key, wait=False),
@@ -77,3 +77,5 @@ def _remove(root: str, key: str) -> None:
         shutil.rmtree(os.path.join(root, f"{key}-removed"), ignore_errors=True)
         for kind in ("lock", "used"):
             os.unlink(os.path.join(root, f"{key}.{kind}"))
+        return True
+    return False

@@ -14,7 +14,7 @@ from typing import Any
 from ... import restart_notice
 from ...effects import STAGED
 from ...host.trust import make_folders, may_trust
-from . import CACHES, Archive, StagingError
+from . import CACHES, IN_MEMORY, Archive, StagingError
 from .marker import moved_folders
 from .node_copy import candidates, prepare
 
@@ -69,6 +69,7 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
             os.unlink(order["received"])
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, unlike most programs
         signal.signal(number, signal.SIG_DFL)
+    os.environ.pop(IN_MEMORY, None)
     os.environ[STAGED] = f"{order['seconds']:.1f}+{time.monotonic() - began:.1f}"
     try:
         os.execvp(words[0], words)
