@@ -5,6 +5,7 @@ import ctypes
 import grp  # the child of trusts() may not read the file of this module
 import hashlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -468,6 +469,8 @@ def test_bad_hosts_of_another_user_are_not_read(machine: Machine, kind: str) -> 
     assert machine.attack(["bash", "-c", make.format("jobs-out/bad-hosts.txt")]).returncode == 0
     done = machine.kit("submit", "list")
     assert "11" in done.stdout and "n7" not in done.stdout + done.stderr, done
+    warning = r"bad-hosts\.txt belongs to user \d+, and the hosts that it lists are not avoided"
+    assert re.search(warning, done.stderr), done
 
 
 # The folder in which doctor tries a file system ----------------------------------------------------

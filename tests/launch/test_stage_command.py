@@ -205,6 +205,22 @@ def test_clean_removes_what_is_unused_and_says_so(shared: Shared) -> None:
     assert not archives(shared) and not list(packed.parent.glob("*.json"))
 
 
+def test_an_archive_that_cannot_be_removed_is_told(shared: Shared) -> None:
+    stage(shared, "pack")
+    packed, = archives(shared)
+    (shared.packages / "heavy" / "__init__.py").write_text("VERSION = 2\n")
+    lock = packed.with_suffix(".lock")
+    settle(packed.parent, hours=2)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert lines_of(stage(shared, "clean"), packed) == [f"kept {packed}: a launch packs it"]
+    lock.unlink()
+    lock.mkdir()
+    settle(packed.parent, hours=2)
+    line, = lines_of(stage(shared, "clean", status=1), packed.parent)
+    assert line == f"{lock}: Is a directory. Its archive is kept" and packed.exists()
+
+
 def test_clean_removes_no_archive_of_another_user(machine: Machine) -> None:
     shared = make_shared(machine.make("shared", VICTIM))
     environ = {"HOME": str(machine.home), "XDG_CACHE_HOME": str(machine.home)}

@@ -168,7 +168,8 @@ def remove_archives(
 ) -> None:
     """Remove this user's archives in a folder that no longer fit their environment.
 
-    note: called with a line for each. current: as of fits().
+    note: called with a line for each. current: as of fits(). Raises OSError where one cannot be
+    removed.
     """
     owners = owners_of(current.prefix) if current else {os.geteuid()}
     for record in list(records_in(folder, owners)):
@@ -178,11 +179,15 @@ def remove_archives(
         if record.used > time.time() - _READING_SECONDS:
             note(f"kept {path}: a launch has used it within the last hour")
             continue
-        with contextlib.suppress(OSError), locked(folder, key, wait=False):
-            for kind in ("json", "tar", "lock"):
-                os.unlink(os.path.join(folder, f"{key}.{kind}"))
-            size = record.archive.size / 1e6
-            note(f"removed {path}, {size:.0f} MB: {record.archive.prefix} has changed since")
+        try:
+            with locked(folder, key, wait=False):
+                for kind in ("json", "tar", "lock"):
+                    os.unlink(os.path.join(folder, f"{key}.{kind}"))
+        except BlockingIOError:
+            note(f"kept {path}: a launch packs it")
+            continue
+        size = record.archive.size / 1e6
+        note(f"removed {path}, {size:.0f} MB: {record.archive.prefix} has changed since")
 
 
 def _pack(

@@ -156,9 +156,13 @@ def _clean(environment: Environment | None, folders: Sequence[str]) -> int:
         lines += 1
         print_result(visible(text))
 
-    for folder in cache_folders(environment.prefix if environment else ""):
-        remove_archives(folder, note, environment)
     status = 0
+    for folder in cache_folders(environment.prefix if environment else ""):
+        try:
+            remove_archives(folder, note, environment)
+        except OSError as error:
+            note(f"{error.filename or folder}: {error.strerror or error}. Its archive is kept")
+            status = 1
     for folder in folders:
         if os.path.lexists(root_of(folder)):
             try:

@@ -6,7 +6,6 @@ import os
 import textwrap
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ...job import exclude_file
@@ -28,13 +27,20 @@ def path(parent: Path) -> Path:
 def listed(parent: Path) -> list[Entry]:
     """Return the hosts that jobs of a folder of submissions avoid.
 
-    None of a file that another user has put there; a FIFO would not end, either.
+    A file that another user has put there is not read, and that is said: it may be a FIFO, too.
     """
     file = path(parent)
-    with suppress(OSError):
-        if file.lstat().st_uid in (0, os.geteuid()):
-            return exclude_file.read(file)
-    return []
+    try:
+        owner = file.lstat().st_uid
+    except OSError:  # there is none, or the folder cannot be used, which a submission says
+        return []
+    if owner not in (0, os.geteuid()):
+        note(
+            f"warning: {file} belongs to user {owner}, and the hosts that it lists are not "
+            f"avoided. Expected a file of user {os.geteuid()}. Remove it, or give another --folder"
+        )
+        return []
+    return exclude_file.read(file)
 
 
 def avoid_bad_hosts(scheduler: Scheduler, job: Job, parent: Path) -> Job:
