@@ -260,6 +260,7 @@ class Result(NamedTuple):
     statuses: list[int | None]  # None: still running
     output: str
     remaining: list[int]  # processes
+    folder: Path
 
 
 class HangLab:
@@ -312,7 +313,7 @@ class HangLab:
         if kind == "cut-host":
             self.hosts.set_link(BAD_HOST, "up")
         output = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("output*")))
-        return Result(statuses, output, remaining)
+        return Result(statuses, output, remaining, folder)
 
     def _start(self, kind: str, limit: float, folder: Path, port: int, lost_seconds: int | None,
                unchanged: bool) -> None:

@@ -92,7 +92,7 @@ def explain(hang_lab: HangLab, kind: str, unchanged: bool) -> None:
     if kind == "gil":
         assert re.search(r'^Timeout \(.*\n(.*\n)*? .*hangs\.py", line \d+ in go_wrong', result.output, re.MULTILINE)
     if kind == "blocked-loader":
-        files = sorted(hang_lab.hosts.folder.glob("*-blocked-loader/hang-*/rank[0-9]*.txt"))
+        files = sorted(result.folder.glob("hang-*/rank[0-9]*.txt"))
         assert [file.name for file in files] == [f"rank{rank}-h{rank // 2 + 1}.txt" for rank in range(8)]
         assert files[5].read_text().partition("Thread MainThread:")[2].lstrip().startswith('File "')
         again, ranks = judge(files[0].parent / "positions.json")
