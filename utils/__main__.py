@@ -10,12 +10,12 @@ import sys
 PACKAGE = os.path.dirname(os.path.realpath(__file__))
 
 if sys.version_info < (3, 10):  # too old for the rest of the package
-    sys.path.insert(0, os.path.join(PACKAGE, "tools"))
+    sys.path.insert(0, os.path.join(PACKAGE, "tools", "cli"))
     importlib.import_module("interpreter").restart_under_newer_python()
 
 if not __package__:  # started by its path
     sys.path[0] = os.path.dirname(PACKAGE)
-command = importlib.import_module((__package__ or os.path.basename(PACKAGE)) + ".tools.main")
+command = importlib.import_module((__package__ or os.path.basename(PACKAGE)) + ".tools.cli.main")
 if (
     not __package__ and os.path.basename(PACKAGE) != "utils"
 ):  # installed, perhaps not for this Python

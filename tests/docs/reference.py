@@ -17,7 +17,7 @@ from types import ModuleType
 from unittest import mock
 
 from tests.docs.pages import ROOT
-from utils.tools.main import COMMANDS, main
+from utils.tools.cli.main import COMMANDS, main
 
 # Subcommands that share an entry share a list.
 LISTS = (["launch"], ["watch"], ["submit run"],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs import reference
-from utils.tools.main import COMMANDS
+from utils.tools.cli.main import COMMANDS
 
 SUBCOMMANDS = {*itertools.chain(*reference.LISTS), *(f"sites {name}" for name in ("new", "list", "config"))}
 

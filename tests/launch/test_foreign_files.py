@@ -30,7 +30,7 @@ from utils.launch_report import VARIABLE
 from utils.launchers import Placement
 from utils.monitor.hang_report import write_hang_report
 from utils.startup import secret
-from utils.tools import defaults
+from utils.tools.cli import defaults
 from utils.tools.doctor.check import Ranks
 from utils.tools.doctor.checks.shared_storage import StorageCheck
 from utils.tools.launch.bootstrap import module_command

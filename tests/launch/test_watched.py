@@ -208,7 +208,7 @@ SHOW = """
 import importlib.util, sys
 from ddpkit import __file__ as file, __version__ as version
 import ddpkit.launchers
-import ddpkit.tools.arguments
+import ddpkit.tools.cli.arguments
 sys.stdout.write(f"kit {version} {file} {importlib.util.find_spec('utils')}\\n")
 """
 
@@ -268,9 +268,9 @@ def test_unwatched_ranks_of_an_installed_kit_are_told_a_command_that_works(tmp_p
 @pytest.mark.parametrize("version", [__version__, "0.0.7"])
 def test_ranks_with_another_version_of_ddpkit_are_one_warning(tmp_path: Path, version: str) -> None:
     own = tmp_path / "site" / "ddpkit"
-    (own / "tools").mkdir(parents=True)
+    (own / "tools" / "cli").mkdir(parents=True)
     (own / "__init__.py").write_text(f'__version__ = "{version}"\n')
-    for name in ("launchers.py", "tools/__init__.py", "tools/arguments.py"):
+    for name in ("launchers.py", "tools/__init__.py", "tools/cli/__init__.py", "tools/cli/arguments.py"):
         (own / name).touch()
     done = launch_kit(tmp_path, PYTHONPATH=str(own.parent))
     assert done.stdout.splitlines() == [f"kit {version} {own}/__init__.py None"] * 2, done

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from utils.checkpoint import Checkpointer
-from utils.tools.main import main
+from utils.tools.cli.main import main
 
 
 def saved(folder: Path, steps: int = 2) -> torch.nn.Module:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.tools.main import COMMANDS, main
+from utils.tools.cli.main import COMMANDS, main
 
 # What bash does at a tab: the function of the command reads these variables and fills COMPREPLY.
 AT_A_TAB = """

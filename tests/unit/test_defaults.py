@@ -12,9 +12,9 @@ from tests.unit.programs import ROOT
 from tests.unit.pythons import make_environment
 from tests.unit.scheduler_commands import Commands
 from tests.unit.submission import Login
-from utils.tools import defaults, interpreter
-from utils.tools.defaults import DefaultsError
-from utils.tools.main import main
+from utils.tools.cli import defaults, interpreter
+from utils.tools.cli.defaults import DefaultsError
+from utils.tools.cli.main import main
 
 READS_TOML = sys.version_info >= (3, 11)
 PROJECT = """

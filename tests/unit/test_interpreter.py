@@ -15,8 +15,8 @@ import pytest
 
 from tests.unit.programs import ROOT
 from tests.unit.pythons import make_environment
-from utils.tools import interpreter
-from utils.tools.interpreter import InterpreterError, choose
+from utils.tools.cli import interpreter
+from utils.tools.cli.interpreter import InterpreterError, choose
 
 SYSTEM = "/usr/bin:/bin"
 COMMANDS = ["utils/__main__.py", "scripts/launch.py"]  # started by any Python
@@ -151,7 +151,8 @@ def test_active_environment_wins_over_a_centres_module(
     module = make_environment(tmp_path / "module", torch=True).parents[1]
     folders = {**pythons, "module": module}
     ddpkit = module / "bin" / "ddpkit"  # as pip installs it there
-    ddpkit.write_text(f"import sys\nsys.path[0] = {str(kit)!r}\nfrom utils.tools.main import main\nsys.exit(main())\n")
+    ddpkit.write_text(
+        f"import sys\nsys.path[0] = {str(kit)!r}\nfrom utils.tools.cli.main import main\nsys.exit(main())\n")
     environ = {"PATH": f"{path}:{SYSTEM}".format_map(folders)}
     if "torch2" in path:
         environ["VIRTUAL_ENV"] = str(pythons["torch2"])
@@ -188,7 +189,7 @@ def test_old_python_alone_is_an_error_that_says_what_to_do(
     assert "Expected Python 3.10 or newer" in done.stderr
 
 
-@pytest.mark.parametrize("file", [*COMMANDS, "utils/tools/interpreter.py"])
+@pytest.mark.parametrize("file", [*COMMANDS, "utils/tools/cli/interpreter.py"])
 def test_python_3_6_can_parse_what_starts_first(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text(), feature_version=(3, 6))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -221,7 +222,7 @@ def test_bench_restarts_under_a_python_with_torch(kit: Path, pythons: dict[str, 
     done = run(pythons["base"], kit, "utils", "bench", "--help")
     assert "No module named 'torch.distributed'" in done.stderr  # the stand-in for torch in the kit's .venv
     (kit / "scripts/ddpkit").write_text(  # as pip installs it
-        "import sys\nsys.path[0] = '.'\nfrom utils.tools.main import main\nsys.exit(main())\n")
+        "import sys\nsys.path[0] = '.'\nfrom utils.tools.cli.main import main\nsys.exit(main())\n")
     done = run(pythons["base"], kit, "scripts/ddpkit", "bench", "--help")
     assert done.returncode == 1 and "ddpkit is installed for it alone. Expected both in one Python" in done.stderr
     shutil.copytree(kit, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".venv"))
@@ -235,5 +236,5 @@ def test_plan_without_torch_is_an_error_that_says_what_to_do(
     yaml = str(Path(importlib.import_module("yaml").__file__ or "").parents[1])
     done = run(pythons["base"], tmp_path, "-c", f"""
 import sys; sys.path.append({yaml!r}); import yaml; sys.path.pop()
-from utils.tools import main; sys.exit(main.main(["plan", "--gpus", "8", "train.py"]))""")
+from utils.tools.cli import main; sys.exit(main.main(["plan", "--gpus", "8", "train.py"]))""")
     assert done.returncode == 1 and "has no torch. Expected torch for --model and for a script" in done.stderr

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from utils.tools.main import main
-from utils.tools.missing_files import no_such_file, no_such_program
+from utils.tools.cli.main import main
+from utils.tools.cli.missing_files import no_such_file, no_such_program
 
 WRONG_USE = 2
 

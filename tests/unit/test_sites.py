@@ -15,7 +15,7 @@ from tests.unit import site_check
 from tests.unit.scheduler_commands import RECORDINGS, Commands, pbs_recording, slurm_output
 from tests.unit.submission import Login
 from utils.host import network
-from utils.tools import interpreter
+from utils.tools.cli import interpreter
 from utils.tools.submission import profiles
 from utils.tools.submission import sites_cli as sites
 from utils.tools.submission.profiles import ProfileError

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.pythons import make_environment
 from tests.unit.scheduler_commands import ROOT
 from tests.unit.submission import Login
-from utils.tools import interpreter
+from utils.tools.cli import interpreter
 from utils.tools.submission import profiles
 
 REFUSAL = "sbatch: error: invalid partition specified: nosuch\n"

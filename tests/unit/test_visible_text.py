@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.scheduler_commands import Commands
 from tests.unit.submission import Login
+from utils.tools.cli.main import main
 from utils.tools.launch.launch_result import Ended
 from utils.tools.launch.outcome import Outcome
-from utils.tools.main import main
 from utils.visible_text import visible
 
 ATTACK = "\x1b]0;TITLE\x07\x1b[2J\x1b]52;c;ZXZpbA==\x07\x9b31m\u202e"

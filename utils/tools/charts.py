@@ -12,8 +12,8 @@ from typing import Any
 
 from ..log import get_logger, print_result
 from ..metrics.run_log import FILE_NAME
-from .arguments import ArgumentParser
-from .missing_files import no_such_file
+from .cli.arguments import ArgumentParser
+from .cli.missing_files import no_such_file
 from .read_run import Run, read_run
 
 _log = get_logger(__name__)

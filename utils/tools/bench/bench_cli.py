@@ -15,8 +15,8 @@ from ...gather import gather_json
 from ...launch_error import LaunchError
 from ...log import get_logger, print_result
 from .. import host_pairs
-from ..arguments import ArgumentParser
 from ..charts import draw_lines
+from ..cli.arguments import ArgumentParser
 from ..operations import OPERATIONS, Participants
 from . import collective_bench as collectives
 from . import links, scaling

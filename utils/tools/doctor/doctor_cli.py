@@ -16,9 +16,9 @@ from ...launch_error import LaunchError
 from ...launchers.detect import detect
 from ...log import print_result
 from ...visible_text import visible
-from .. import interpreter
-from ..arguments import ArgumentParser
-from ..missing_files import no_such_file
+from ..cli import interpreter
+from ..cli.arguments import ArgumentParser
+from ..cli.missing_files import no_such_file
 from . import logs, run_checks
 
 _EXIT_SECONDS = 5.0

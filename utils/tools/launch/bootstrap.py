@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..interpreter import import_path
+from ..cli.interpreter import import_path
 
 
 def module_command(python: str, module: str, arguments: Sequence[str]) -> list[str]:

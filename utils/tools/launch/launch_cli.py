@@ -24,9 +24,9 @@ from ...launch_error import LaunchError
 from ...launch_report import FAILURE_FILE, Failure
 from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
-from .. import defaults, interpreter
-from ..arguments import ArgumentParser
-from ..missing_files import no_such_file, no_such_program
+from ..cli import defaults, interpreter
+from ..cli.arguments import ArgumentParser
+from ..cli.missing_files import no_such_file, no_such_program
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
 from .bootstrap import module_command

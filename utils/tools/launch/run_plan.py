@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, suppress
 
 from ...host.cores import name_ranks
 from ...job import exclude_file
-from ..interpreter import KIT
+from ..cli.interpreter import KIT
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .host_ranks import host_processes, start_on_host

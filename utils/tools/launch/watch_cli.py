@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ...effects import HANG_TIMEOUT
 from ...launch_error import LaunchError
 from ...launchers.detect import find_launcher
-from ..arguments import ArgumentParser
+from ..cli.arguments import ArgumentParser
 from .rank_environment import unwatched_line, watched, why_unwatched
 
 _DESCRIPTION = """\

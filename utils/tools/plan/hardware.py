@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cli.yaml_import import why_no_yaml
 from ..submission.paths import JOBS
-from ..yaml_import import why_no_yaml
 from .figures import seconds_text
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...log import print_result
-from ..arguments import ArgumentParser
+from ..cli.arguments import ArgumentParser
 from ..submission import profiles
 from . import advice, traced
 from .figures import EXACT_DIGITS, gpus_text, percent, seconds_text, with_unit

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...job.commands import SchedulerError
 from ...job.notation import format_walltime, parse_size
-from ..missing_files import closest, no_such_file, no_such_program
+from ..cli.missing_files import closest, no_such_file, no_such_program
 from .job_spec import Job
 from .scheduler import Queue, Status
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from ...job import exclude_file
 from ...job.notation import same_host
 from ...launch_report import FAILURE_FILE
-from ..interpreter import import_path
+from ..cli.interpreter import import_path
 from . import RECEIVED, Archive, StagingError
 from .archive import get_archive
 from .broadcast import FAILED, NOT_WRITTEN

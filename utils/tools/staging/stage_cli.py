@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ...log import print_result
 from ...visible_text import visible
-from .. import defaults, interpreter
-from ..arguments import ArgumentParser
+from ..cli import defaults, interpreter
+from ..cli.arguments import ArgumentParser
 from . import ORIGIN, StagingError
 from .archive import cache_folders, fits, get_archive, owners_of, records_in, remove_archives
 from .free_space import is_in_memory

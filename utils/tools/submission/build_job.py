@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...job.commands import SchedulerError
 from ...launchers.rank_variables import INDEPENDENT
-from .. import defaults, interpreter
+from ..cli import defaults, interpreter
 from ..launch.nested import refusal
 from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, Job, option_name, parse_walltime, split_directive

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from ...job.commands import SchedulerError
 from ...visible_text import visible
-from .. import defaults
+from ..cli import defaults
 from ..doctor.lines import read_restart
 from ..doctor.logs import diagnose, summary
 from ..schedulers.scheduler import Status

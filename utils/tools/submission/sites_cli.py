@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ...job.commands import SchedulerError
 from ...visible_text import visible
-from .. import defaults
-from ..arguments import ArgumentParser
-from ..defaults import DefaultsError
+from ..cli import defaults
+from ..cli.arguments import ArgumentParser
+from ..cli.defaults import DefaultsError
 from . import profiles
 from .new_profile import new_profile
 from .profiles import ProfileError

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ...job.commands import SchedulerError
 from ...visible_text import visible
-from .. import defaults
-from ..arguments import ArgumentParser
-from ..defaults import DefaultsError
-from ..missing_files import closest
+from ..cli import defaults
+from ..cli.arguments import ArgumentParser
+from ..cli.defaults import DefaultsError
+from ..cli.missing_files import closest
 from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, JobError
 from . import profiles, queries

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ..host.trust import NotTrusted, make_folder, may_trust
-from ..launch_error import LaunchError
-from ..visible_text import visible
+from ...host.trust import NotTrusted, make_folder, may_trust
+from ...launch_error import LaunchError
+from ...visible_text import visible
 from .interpreter import KIT
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 CENTRE_VARIABLE = "DDPKIT_CENTRE_FILE"
 SYSTEM_FILE = "/etc/ddpkit.yaml"
 KIT_FILE = next(  # pip puts jobs/ into the package

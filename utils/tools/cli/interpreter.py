@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 OLDEST = (3, 10)
-KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+KIT = os.path.realpath(os.path.join(os.path.dirname(os.path.realpath(__file__)), *[".."] * 3))
 KIT_PYTHON = os.path.join(KIT, ".venv", "bin", "python")  # made by setup_env.sh
 STARTED_BY = "DDPKIT_STARTED_BY"  # set by restart(): the Python that the user started
 PROBE_TIMEOUT_SECONDS = 60  # a first start from a parallel file system may take half of that

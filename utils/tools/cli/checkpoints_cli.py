@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import CheckpointError, export_safetensors
-from ..checkpoint.disk import explain
-from ..checkpoint.format import Damaged, Unreadable
-from ..checkpoint.rank_file import check_file
-from ..checkpoint.storage import checkpoint_names, read_manifest
-from ..log import print_result
+from ...checkpoint import CheckpointError, export_safetensors
+from ...checkpoint.disk import explain
+from ...checkpoint.format import Damaged, Unreadable
+from ...checkpoint.rank_file import check_file
+from ...checkpoint.storage import checkpoint_names, read_manifest
+from ...log import print_result
 from .arguments import ArgumentParser
 from .missing_files import no_such_file
 

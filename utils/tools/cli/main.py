@@ -10,9 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .. import __version__
+from ... import __version__
 from . import defaults, interpreter
 from .missing_files import closest
+
+TOOLS = __package__.rpartition(".")[0]
 
 
 class Command(NamedTuple):
@@ -58,7 +60,9 @@ COMMANDS = {
         kit_needs=("yaml", "torch"),
     ),
     "checkpoints": Command(
-        "list, verify and export the checkpoints of a training", "checkpoints_cli", needs_torch=True
+        "list, verify and export the checkpoints of a training",
+        "cli.checkpoints_cli",
+        needs_torch=True,
     ),
     "plot": Command("draw the logs of training runs, or step times, as a picture", "charts"),
 }
@@ -88,7 +92,7 @@ def _run(words: list[str]) -> int:
         _restart_where_installed(command.kit_needs)
         if command.needs_torch:
             _restart_with_torch(name)
-        module = importlib.import_module(f"{__package__}.{command.module}")
+        module = importlib.import_module(f"{TOOLS}.{command.module}")
         status: int = module.main(arguments)
         return status
     if name in ("help", "-h", "--help"):
@@ -99,7 +103,7 @@ def _run(words: list[str]) -> int:
     if name == "--print-completion":
         completion = importlib.import_module(f"{__package__}.completion")
         modules = {
-            name: (f"{__package__}.{command.module}", command.description)
+            name: (f"{TOOLS}.{command.module}", command.description)
             for name, command in COMMANDS.items()
         }
         return int(completion.main(arguments, modules))

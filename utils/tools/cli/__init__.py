@@ -1,0 +1,1 @@
+"""The command `ddpkit` itself, and what all its commands share."""
