@@ -18,8 +18,8 @@ import torch.distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import setup_distributed
-from utils.tools import operations
 from utils.tools.bench import collective_bench as collectives
+from utils.tools.bench import collective_operations as operations
 
 ITERATIONS = 20
 PAIRS = {1 << 12: 2000, 1 << 16: 2000, 1 << 20: 1200, 1 << 23: 200}  # by size; two cores are noisy

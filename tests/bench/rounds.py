@@ -8,8 +8,8 @@ import torch.distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import setup_distributed
-from utils.tools import host_pairs, operations
-from utils.tools.bench import links
+from utils.tools.bench import collective_operations as operations
+from utils.tools.bench import host_pairs, links
 
 with setup_distributed("gloo", bind=False) as dist:
     ranks = operations.Participants(dist.rank, dist.world_size, dist.device)

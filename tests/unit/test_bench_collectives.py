@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.programs import python
-from utils.tools import host_pairs, operations
 from utils.tools.bench import bench_cli as cli
-from utils.tools.bench import links
+from utils.tools.bench import collective_operations as operations
+from utils.tools.bench import host_pairs, links
 from utils.tools.bench.collective_bench import Sweep
 
 EVERY_OPERATION = """
 from utils import setup_distributed
-from utils.tools.operations import OPERATIONS, Participants
+from utils.tools.bench.collective_operations import OPERATIONS, Participants
 with setup_distributed("gloo") as dist:
     ranks = Participants(dist.rank, dist.world_size, dist.device)
     for name, kind in OPERATIONS.items():

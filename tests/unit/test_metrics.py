@@ -23,7 +23,7 @@ from utils.metrics import Metrics
 from utils.metrics.run_log import FILE_NAME
 from utils.metrics.trackers import TensorBoard
 from utils.restart_notice import RestartNotice
-from utils.tools import charts
+from utils.tools.bench import charts
 from utils.tools.read_run import read_run
 
 ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"),

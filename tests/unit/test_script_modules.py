@@ -54,7 +54,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("layout", ["module", "package", "no_init", "parent"])
 def test_script_imports_its_own_package(tmp_path: Path, layout: str) -> None:
     script = tmp_path / project(tmp_path, layout, training="accuracy()")
-    code = ("import runpy, sys; from utils.tools.script_modules import script_modules\n"
+    code = ("import runpy, sys; from utils.tools.bench.script_modules import script_modules\n"
             f"with script_modules({str(script.parent)!r}): runpy.run_path({str(script)!r})\n"
             "import utils; assert hasattr(utils, '__version__')")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.faults.programs import run_ranks
-from utils.tools import charts
+from utils.tools.bench import charts
 from utils.training.step_timer import StepTimer, append, describe_slowest, split
 
 HOSTS = ["h1", "h1", "h2", "h2", "h3", "h3"]

@@ -14,12 +14,11 @@ from ...distributed import Distributed, setup_distributed
 from ...gather import gather_json
 from ...launch_error import LaunchError
 from ...log import get_logger, print_result
-from .. import host_pairs
-from ..charts import draw_lines
 from ..cli.arguments import ArgumentParser
-from ..operations import OPERATIONS, Participants
 from . import collective_bench as collectives
-from . import links, scaling
+from . import host_pairs, links, scaling
+from .charts import draw_lines
+from .collective_operations import OPERATIONS, Participants
 from .trials import TrialFailed, Trials
 
 _log = get_logger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..operations import (
+from .collective_operations import (
     OPERATIONS,
     Operation,
     Participants,

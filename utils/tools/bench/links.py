@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ...gather import gather_json
-from ..host_pairs import Pair, rounds, slow_pairs
-from ..operations import AllReduce, Participants, barrier, exchange, time_iterations
 from .collective_bench import CollectiveResult, Sweep, measure, write
+from .collective_operations import AllReduce, Participants, barrier, exchange, time_iterations
+from .host_pairs import Pair, rounds, slow_pairs
 
 _ATTEMPTS = 3  # to measure a slow pair
 

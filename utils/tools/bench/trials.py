@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ...launch_report import FAILURE
-from .. import child_ranks
+from ..launch import child_ranks
 from ..launch.launch_cli import ranks_of_hosts
 from .worker import RESULT, Phase, Trial, TrialReport
 

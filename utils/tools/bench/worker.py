@@ -27,8 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from ...gather import gather_json
-from ..operations import AllReduce, Participants, time_iterations
-from ..script_modules import name_conflict, script_modules
+from .collective_operations import AllReduce, Participants, time_iterations
+from .script_modules import name_conflict, script_modules
 
 RESULT = "ddpkit-trial "  # before the reports of all ranks, in the output of rank 0
 SETTLING_STEPS = 2  # of each phase, not measured: the ranks wait for each other again

@@ -64,7 +64,7 @@ COMMANDS = {
         "cli.checkpoints_cli",
         needs_torch=True,
     ),
-    "plot": Command("draw the logs of training runs, or step times, as a picture", "charts"),
+    "plot": Command("draw the logs of training runs, or step times, as a picture", "bench.charts"),
 }
 _SUBCOMMANDS = {  # typed as a command: where it is
     **{name: f"submit {name}" for name in ("run", "status", "list", "logs", "stop", "cancel")},

@@ -12,7 +12,7 @@ import torch
 
 from ...distributed import setup_distributed
 from ...launch_error import LaunchError
-from ..operations import AllReduce, Participants, time_iterations
+from ..bench.collective_operations import AllReduce, Participants, time_iterations
 from .checks.collective_calls import RESULT, START_FAILED
 
 _START_SECONDS = 20.0

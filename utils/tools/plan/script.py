@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from ...checkpoint import Checkpointer
 from ...host import process
-from ..script_modules import name_conflict, script_modules
+from ..bench.script_modules import name_conflict, script_modules
 from .hardware import PredictionError
 from .trace import (
     StepsTraced,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ..script_modules import name_conflict, script_modules
+from ..bench.script_modules import name_conflict, script_modules
 from .hardware import NARROW, Accelerator, PredictionError, TooFewSteps
 from .step_model import Computation, Gradient
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....host import gpus
-from ...child_ranks import environment, free_port, words
+from ...launch.child_ranks import environment, free_port, words
 from ..check import Check, Exchange, Finding, Level, Ranks, Reported
 from ..peers import connect_hosts, data_address, interface_problem, names_of, partners
 from .torch_import import import_torch

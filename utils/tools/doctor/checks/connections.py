@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ....host import network
-from ...host_pairs import attribute
+from ...bench.host_pairs import attribute
 from ..check import Check, Exchange, Finding, Level, Ranks, Reported
 from ..peers import NO_DATA, connect_hosts, data_address, interface_problem, names_of
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .launch.rank_environment import clean, rank_variables
+from .rank_environment import clean, rank_variables
 
-_ROOT = Path(__file__).resolve().parents[2]  # what `import utils` needs
+_ROOT = Path(__file__).resolve().parents[3]  # what `import utils` needs
 _DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # of an agent that does not know the process
 
 

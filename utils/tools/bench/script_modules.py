@@ -13,7 +13,7 @@ from types import ModuleType
 
 _NAME = __name__.partition(".")[0]
 _KIT = sys.modules[_NAME]
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 @contextlib.contextmanager
