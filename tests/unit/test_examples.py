@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.unit.programs import ROOT, load_example, python
-from utils.tools.read_run import read_run
+from utils.metrics.run_log import read_run
 
 ONE_RANK = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 

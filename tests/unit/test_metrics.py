@@ -20,11 +20,10 @@ from tests.unit.programs import ROOT, python
 from utils import restart_notice
 from utils.distributed import StartTimes
 from utils.metrics import Metrics
-from utils.metrics.run_log import FILE_NAME
+from utils.metrics.run_log import FILE_NAME, read_run
 from utils.metrics.trackers import TensorBoard
 from utils.restart_notice import RestartNotice
 from utils.tools.bench import charts
-from utils.tools.read_run import read_run
 
 ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"),
                                 start_times=StartTimes(0, 2.5, 0.1, 0.2))

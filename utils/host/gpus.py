@@ -140,3 +140,15 @@ def _names(folder: Path, pattern: str) -> list[str]:
 
 
 _ADDRESSES = {"nvidia": _nvidia_addresses, "amd": _amd_addresses, "intel": intel_addresses}
+
+
+# What a GPU prints that is broken itself, whatever the program does. Source: the table of Xid
+# errors of NVIDIA, and messages of the CUDA runtime and nvidia-smi.
+GPU_ERRORS = (
+    "NVRM: Xid",
+    "SXid (",
+    "uncorrectable ECC error",
+    "fallen off the bus",
+    "Unable to determine the device handle for GPU",
+    "GPU is lost",
+)

@@ -1,4 +1,4 @@
-"""Write the log of a run: JSON lines that hold every step once, over all restarts.
+"""Write and read the log of a run: JSON lines that hold every step once, over all restarts.
 
 {"event": "start", "step": 200, "run": "q7x2mfgk", "time": 1795381200.1, "world_size": 8}
 {"step": 201, "time": 1795381203.4, "loss": 2.71, "lr": 0.0006, "tokens_per_second": 812345.0}
@@ -20,6 +20,7 @@ import os
 import random
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 FILE_NAME = "metrics.jsonl"
@@ -106,3 +107,44 @@ def _finite(line: Mapping[str, object]) -> Line:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in line.items()
     }
+
+
+@dataclass
+class Run:
+    """What a log contains. columns: for each name of a value, its steps and the values there."""
+
+    name: str
+    seams: list[int] = field(default_factory=list)  # a restart follows each of these steps
+    columns: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)  # also of columns without a number
+
+
+def read_run(path: Path) -> Run:
+    """Return the values of a log; path: the file, or the folder that contains it.
+
+    Raises OSError, or ValueError for a file without any step.
+    """
+    if path.is_dir():
+        path = path / FILE_NAME
+    run = Run(path.parent.name or str(path) if path.name == FILE_NAME else path.stem)
+    has_step = False
+    with open(path, "rb") as file:
+        for text in file:
+            line = parse_line(text)
+            if line is None:
+                continue  # cut off by a kill
+            step = line.pop("step")
+            assert isinstance(step, int)
+            if line.get("event") == "start":
+                run.seams += [step] if has_step else []
+                continue
+            has_step = True
+            for name, value in line.items():
+                run.names.add(name)
+                if isinstance(value, int | float) and math.isfinite(value):
+                    steps, values = run.columns.setdefault(name, ([], []))
+                    steps.append(step)
+                    values.append(value)
+    if not has_step:
+        raise ValueError(f"{path} has no step. Expected the {FILE_NAME} of a training")
+    return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..gpu_errors import GPU_ERRORS
+from ...host.gpus import GPU_ERRORS
 from .failure_cause import CauseLevel, FailureCause
 
 _CAUSE, _FAILURE, _CONSEQUENCE, _HINT, _EXIT, _WORD = CauseLevel

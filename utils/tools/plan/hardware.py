@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cli.yaml_import import why_no_yaml
+from ..cli.missing_files import why_no_yaml
 from ..submission.paths import JOBS
 from .figures import seconds_text
 

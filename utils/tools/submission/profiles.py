@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from ...host.cores import CPU_BIND, parse_binding
 from ...host.masks import VENDORS
-from ..cli.missing_files import closest, no_such_file
-from ..cli.yaml_import import why_no_yaml
+from ..cli.missing_files import closest, no_such_file, why_no_yaml
 from ..launch.methods import NAMES
 from .paths import JOBS
 
