@@ -23,10 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils.checkpoint import Checkpointer, storage
-from utils.checkpoint.checksums import memory
 from utils.checkpoint.pack import pack
-from utils.checkpoint.rank_file import read_tensors
-from utils.checkpoint.replicas import ReplicaSample
+from utils.checkpoint.rank_file import memory, read_tensors
+from utils.checkpoint.snapshot import ReplicaSample
 
 COLUMNS = """\
 Rows. Seconds are medians over the runs; each ratio is the median of the ratios within one run, then

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils.checkpoint.checksums import BLOCK_BYTES
-from utils.checkpoint.contents import slices_by_file
 from utils.checkpoint.format import parse_manifest, rank_file_name, render_manifest
+from utils.checkpoint.load import slices_by_file
+from utils.checkpoint.rank_file import BLOCK_BYTES
 from utils.checkpoint.save import SaveJob, SaveReport, make_manifest
 from utils.checkpoint.slices import Box
 

@@ -30,9 +30,9 @@ from tests.unit.checkpoint_states import ChangedDisk, slow_disk
 from utils import Distributed, setup_distributed
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank, disk, list_steps
 from utils.checkpoint import snapshot as checkpoint_snapshot
+from utils.checkpoint.folder import read_manifest
 from utils.checkpoint.format import rank_file_name
 from utils.checkpoint.rank_file import read_tensors
-from utils.checkpoint.storage import read_manifest
 
 TIMEOUT = 60.0
 LARGE_BYTES = 20_000_000

@@ -26,10 +26,10 @@ from tests.cluster.hosts import killed_at_end
 from tests.unit.checkpoint_states import ChangedDisk
 from tests.unit.programs import ROOT
 from utils.checkpoint import Checkpointer, CheckpointError, disk, list_steps, load_part, lock
-from utils.checkpoint.checksums import checksum, memory
 from utils.checkpoint.folder import ReadFolder
 from utils.checkpoint.format import FORMAT, MANIFEST, Damaged, rank_file_name, render_manifest
 from utils.checkpoint.load import load_newest
+from utils.checkpoint.rank_file import checksum, memory
 from utils.coordination import StoreCommunicator
 
 FILE = rank_file_name(0)

@@ -23,9 +23,9 @@ from tests.unit.checkpoint_states import bits, read_safetensors
 from utils.checkpoint import Checkpointer, CheckpointError, PerRank
 from utils.checkpoint.entries import DTYPES, StateError
 from utils.checkpoint.format import rank_file_name
+from utils.checkpoint.pack import unpack
 from utils.checkpoint.rng import read_random_states
 from utils.checkpoint.snapshot import replicated_parameters
-from utils.checkpoint.unpack import unpack
 
 Resume = Callable[[Any, Any], Any]
 

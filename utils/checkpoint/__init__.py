@@ -8,7 +8,7 @@ What Checkpointer.save() does, and what it writes, in this order:
    background thread (save.py).
 2. Rank 0, which has locked the folder (lock.py), makes .saving-.../ in it (folder.py: begin).
 3. Each rank writes rank-00000.safetensors, rank-00001.safetensors, ... into it, and syncs its file
-   and the folder (rank_file.py). Checksums are computed meanwhile (checksums.py).
+   and the folder (rank_file.py, which also computes the checksums meanwhile).
 4. Each rank reports size and checksums of its file to rank 0 (../coordination.py).
 5. Rank 0 writes manifest.json with all of these, and syncs it and the folder (folder.py: commit).
 6. Rank 0 renames the folder to step-000001200/ and syncs the parent folder. Now the checkpoint is
@@ -23,9 +23,9 @@ manifest and header.
 from __future__ import annotations
 
 from .checkpointer import Checkpointer as Checkpointer
-from .contents import CheckpointError as CheckpointError
-from .contents import Restored as Restored
 from .entries import PerRank as PerRank
+from .load import CheckpointError as CheckpointError
+from .load import Restored as Restored
 from .reader import export_safetensors as export_safetensors
 from .reader import list_steps as list_steps
 from .reader import load_part as load_part

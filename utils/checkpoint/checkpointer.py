@@ -20,26 +20,27 @@ from .. import consistency, restart_notice
 from ..calls import CallsOfAllRanks
 from ..coordination import CoordinationError, StoreCommunicator
 from ..log import get_logger
-from .checksums import BackgroundChecksums
-from .contents import (
+from .entries import StateError, check_state, unwrap, walk
+from .folder import CheckpointFolder, Retention, folder_problem, report_folder
+from .format import Manifest, slice_name
+from .load import (
     CheckpointError,
     LoadedCheckpoint,
     PermanentError,
     RankMetadata,
     Restored,
+    digest,
     load,
+    load_newest,
+    restore,
     versions,
 )
-from .entries import StateError, check_state, unwrap, walk
-from .folder import CheckpointFolder, Retention, folder_problem, report_folder
-from .format import Manifest, slice_name
-from .load import digest, load_newest, restore
 from .optimizers import unchecked_optimizers
 from .pack import Packed, pack
-from .replicas import ReplicaSample
+from .rank_file import BackgroundChecksums
 from .rng import random_states
 from .save import RefusedJob, SaveJob, check_calls, write_checkpoint
-from .snapshot import Snapshot, replicated_parameters, share_out
+from .snapshot import ReplicaSample, Snapshot, replicated_parameters, share_out
 
 _log = get_logger(__name__)
 

@@ -17,14 +17,12 @@ from torch import Tensor
 from ..coordination import StoreCommunicator
 from ..log import get_logger
 from . import disk
-from .contents import CheckpointError, Restored, load, read_contents
 from .entries import StateError
-from .folder import ReadFolder
+from .folder import ReadFolder, step_of
 from .format import Manifest
-from .load import load_newest
+from .load import CheckpointError, Restored, load, load_newest, read_contents
+from .pack import unpack
 from .rank_file import write_safetensors
-from .storage import step_of
-from .unpack import unpack
 
 _log = get_logger(__name__)
 _SHOWN_NAMES = 8

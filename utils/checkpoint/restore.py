@@ -34,7 +34,7 @@ from .optimizers import (
     find_mismatch,
     load_optimizer,
 )
-from .unpack import Unpacker, holds_objects, kind_of, tag_of
+from .pack import Unpacker, holds_objects, kind_of, tag_of
 
 _SHOWN_KEYS = 5
 _KINDS: dict[str, tuple[type, ...]] = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .entries import StateError, Tree
-from .unpack import unpack
+from .pack import unpack
 
 
 def _devices() -> Iterator[tuple[str, Any]]:

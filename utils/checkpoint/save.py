@@ -10,16 +10,14 @@ from typing import TypedDict
 
 from ..calls import CallsOfAllRanks
 from ..coordination import StoreCommunicator
-from .checksums import BackgroundChecksums
-from .contents import CheckpointError, PermanentError, RankMetadata
 from .entries import StateError
 from .folder import CheckpointFolder, LaterStep
 from .format import FORMAT, FileEntry, Manifest, rank_file_name
+from .load import CheckpointError, PermanentError, RankMetadata
 from .lock import FolderInUse
-from .rank_file import write_rank_file
-from .replicas import ReplicaSample, find_divergence
+from .rank_file import BackgroundChecksums, write_rank_file
 from .slices import Box
-from .snapshot import Snapshot
+from .snapshot import ReplicaSample, Snapshot, find_divergence
 
 # 0: this save may be tried again. 1: it would fail again. 2: so would every later save, because it
 # is an error of the script and not of the disk.

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checksums import memory
 from .entries import DTYPES, Path, StateError, Tree, is_sharded, plain_key, show_path, unwrap, walk
-from .rank_file import allocate
+from .rank_file import allocate, memory
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

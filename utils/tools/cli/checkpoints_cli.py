@@ -11,9 +11,9 @@ from typing import Any
 
 from ...checkpoint import CheckpointError, export_safetensors
 from ...checkpoint.disk import explain
+from ...checkpoint.folder import checkpoint_names, read_manifest
 from ...checkpoint.format import Damaged, Unreadable
 from ...checkpoint.rank_file import check_file
-from ...checkpoint.storage import checkpoint_names, read_manifest
 from ...log import print_result
 from .arguments import ArgumentParser
 from .missing_files import no_such_file
