@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .coordination import CoordinationError
 from .host.cores import name_ranks
-from .launch_report import PROBLEM, Failure, send
+from .launch_protocol import PROBLEM, Failure, send
 from .log import get_logger
 
 if TYPE_CHECKING:

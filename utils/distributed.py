@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from . import __version__, effects
+from . import __version__
 from .host import device, process
 from .host.cores import bind_process, parse_ranges
 from .host.masks import set_masks
 from .launch_error import LaunchError
+from .launch_protocol import HANG_TIMEOUT, STAGED, check_effects, may_have, notice_after
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement
 from .launchers.rank_variables import (
@@ -250,12 +251,12 @@ def setup_distributed(
         _log_times(job, rendezvous.slowest)
         if backend is None and job.backend == "gloo" and (warning := device.unused_gpus()):
             _log.warning("%s", warning)
-    if monitor and effects.may_have("monitor"):
+    if monitor and may_have("monitor"):
         # srun, Hydra and torchrun leave a rank that does not respond running when another fails.
         ends_itself = LAUNCH_RANK not in detection.environ
         place = Watched(job.rank, job.world_size, job.backend, lambda: job._reported_progress)
         watch_collectives(place, monitor, hang_seconds, ends_itself=ends_itself)
-    if job.world_size > 1 and effects.may_have("variables"):
+    if job.world_size > 1 and may_have("variables"):
         _set_rank_variables(job, detection.launcher)
     if check_training and os.environ.get(CHECK_TRAINING) != "0":
         raises = "error" in (check_training, os.environ.get(CHECK_TRAINING))
@@ -297,8 +298,8 @@ def _check_arguments(
 def hang_timeout_of(hang_timeout: float | str | None) -> float | str:
     """Return the seconds of hang_timeout, "auto", or 0 for none."""
     name, value = "hang_timeout", hang_timeout
-    if os.environ.get(effects.HANG_TIMEOUT):
-        name, value = effects.HANG_TIMEOUT, os.environ[effects.HANG_TIMEOUT]
+    if os.environ.get(HANG_TIMEOUT):
+        name, value = HANG_TIMEOUT, os.environ[HANG_TIMEOUT]
     if value is None or value == "auto":
         return value or 0.0
     try:
@@ -318,9 +319,9 @@ def _check_process(hang_timeout: float | str) -> None:
             f"torch {torch.__version__} is too old; expected 2.8 or newer. Install one, for "
             "example with pip install 'torch>=2.8', or load a newer PyTorch module"
         )
-    effects.check_effects()
-    effects.notice_after()
-    if hang_timeout not in (0, "auto") and not effects.may_have("monitor"):
+    check_effects()
+    notice_after()
+    if hang_timeout not in (0, "auto") and not may_have("monitor"):
         raise LaunchError(
             "hang_timeout is set, but DDPKIT_WITHOUT names the monitor, which finds hangs. "
             "Expected one of them. Leave out the other"
@@ -474,7 +475,7 @@ def make_job(
 ) -> Distributed:
     """Return what the training script holds, and register what ends it."""
     global _jobs
-    if monitor and not effects.may_have("monitor"):
+    if monitor and not may_have("monitor"):
         monitor.leave(None)
         monitor = None
     assignment, job_store = rendezvous.assignment, PrefixStore("job", store)
@@ -500,7 +501,7 @@ def make_job(
 
 def start_times(imports: float, exchange: float, process_group: float) -> StartTimes:
     """Return the parts of the start. imports: seconds from the start of this process."""
-    before, _, here = os.environ.get(effects.STAGED, "").partition("+")
+    before, _, here = os.environ.get(STAGED, "").partition("+")
     try:
         staged = float(before), float(here)
     except ValueError:  # not staged
@@ -525,7 +526,7 @@ def watch_collectives(
 ) -> None:
     """Let the monitor see this rank's collectives, and end a job that hangs."""
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
-        if not faulthandler.is_enabled() and effects.may_have("faulthandler"):
+        if not faulthandler.is_enabled() and may_have("faulthandler"):
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
 
     def read_collectives(ends: bool) -> tuple[list[Collective], dict[str, Group]]:

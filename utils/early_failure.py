@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 
-from .launch_report import EARLY, Failure, describe, send
+from .launch_protocol import EARLY, Failure, describe, send
 from .launchers.rank_variables import LAUNCH_RANK
 
 # Of a rank that torchrun has ended, or that has raised an exception, which the rank reports.

@@ -13,7 +13,6 @@ import sys
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from . import effects
 from .distributed import (
     CHECK_TRAINING,
     Watched,
@@ -23,6 +22,7 @@ from .distributed import (
     watch_ranks,
 )
 from .host import device
+from .launch_protocol import may_have
 from .launchers.detect import find_launcher
 from .launchers.launcher import NameService, poll
 from .launchers.rank_variables import LAUNCH_RANK
@@ -72,7 +72,7 @@ class WatchedGroup:
 
     def at_exit(self) -> None:
         """End with the process: what atexit gets while it runs its functions is not called."""
-        if effects.may_have("atexit"):
+        if may_have("atexit"):
             self._shutdown.at_exit()
 
 
@@ -84,7 +84,7 @@ def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGrou
     """
     global _groups
     _groups += 1
-    if not effects.may_have("monitor"):
+    if not may_have("monitor"):
         return None
     detection = find_launcher()
     placement = detection.placement

@@ -26,7 +26,7 @@ from tests.unit.doctor_findings import exchanged, places
 from utils.channel import Channel, PeerServer
 from utils.host.trust import NotTrusted, may_trust
 from utils.launch_error import LaunchError
-from utils.launch_report import VARIABLE
+from utils.launch_protocol import REPORT
 from utils.launchers import Placement
 from utils.monitor.hang_report import write_hang_report
 from utils.startup import secret
@@ -390,7 +390,7 @@ class Impostor(PeerServer):
     def receive(self, peer: Channel, message: dict[str, Any]) -> None:
         if message["kind"] == "agent":
             words = [["sh", "-c", "id -u > ran"], {}]
-            peer.send({"kind": "start", "launch_id": "1", "host": "", "environ": {VARIABLE: "", **os.environ},
+            peer.send({"kind": "start", "launch_id": "1", "host": "", "environ": {REPORT: "", **os.environ},
                        "output_dir": "", "watched_ranks": 0, "hang_limit": 0.0, "processes": [words]})
 
 

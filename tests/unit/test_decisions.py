@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from utils.launch_report import Failure
+from utils.launch_protocol import Failure
 from utils.monitor.decisions import Action, Decisions, ReportToLauncher, Send, State
 from utils.monitor.hang import Collective, Group, Position
 

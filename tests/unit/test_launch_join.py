@@ -18,7 +18,7 @@ from tests.unit.launch_plans import SLURM, job, make
 from tests.unit.notices import served
 from utils.channel import Channel, Loop, Message
 from utils.host.cores import cpus_of_mask
-from utils.launch_report import VARIABLE, parse_address, report_saved
+from utils.launch_protocol import REPORT, parse_address, report_saved
 from utils.tools.launch.bootstrap import module_command
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE
 from utils.tools.launch.event_loop import EventLoop
@@ -70,7 +70,7 @@ class Joining:
         self.server = JoinServer(planned(), "12-ab", notices, loop, self.result)
 
     def connect(self, *, secret: str = "", **values: Any) -> Channel:
-        addresses, port, right = parse_address(self.notices.variables[VARIABLE])
+        addresses, port, right = parse_address(self.notices.variables[REPORT])
         peer = Channel(socket.create_connection((addresses[0], port), timeout=10),
                        secret_of(secret or right), {"role": "rank", "index": 0, "size": 0, "instance": "0" * 16})
         self.received[peer] = []
@@ -174,15 +174,15 @@ def test_limit_of_open_files_is_named(joining: Joining, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("wrong", ["0123456789abcdef", "\u00e9", "\udcff"])
 def test_a_notice_with_another_secret_is_ignored(wrong: str) -> None:
     with served() as notices:
-        addresses, port, _ = parse_address(notices.variables[VARIABLE])
-        assert not report_saved({VARIABLE: f"{addresses[0]}/{port}/{wrong}"}) and notices.saved_at is None
+        addresses, port, _ = parse_address(notices.variables[REPORT])
+        assert not report_saved({REPORT: f"{addresses[0]}/{port}/{wrong}"}) and notices.saved_at is None
         assert report_saved(notices.variables) and notices.saved_at
 
 
 def test_the_listener_uses_the_ports_that_ranks_reach() -> None:
     ports = range(31500, 31600)
     with RankNotices(1, ports) as one, RankNotices(1, ports) as other:
-        used = {parse_address(each.variables[VARIABLE])[1] for each in (one, other)}
+        used = {parse_address(each.variables[REPORT])[1] for each in (one, other)}
         assert len(used) == 2 and used <= {*ports}
 
 

@@ -23,7 +23,7 @@ from utils.host import network, process
 from utils.host.cores import parse_ranges
 from utils.job import exclude_file
 from utils.launch_error import LaunchError
-from utils.launch_report import VARIABLE, Failure
+from utils.launch_protocol import REPORT, Failure
 from utils.tools.launch import native_launch, nested
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.tools.launch.coordinator import Coordinator
@@ -305,7 +305,7 @@ def test_agents_are_sent_the_address_that_reaches_rank_0_and_no_secret(monkeypat
     """Rank 0 is on the host of launch.py, whose own agent may have reached it by another address."""
     monkeypatch.setattr(network, "local_addresses", lambda: ["10.0.0.1"])
     notices = Mock(launch_secret="cookie-1", addresses="10.0.0.1", port=1)
-    environ = {**PBS, "PBS_JOBCOOKIE": "cookie-1", VARIABLE: f"10.0.0.1/1/{secret_of_ranks('cookie-1')}"}
+    environ = {**PBS, "PBS_JOBCOOKIE": "cookie-1", REPORT: f"10.0.0.1/1/{secret_of_ranks('cookie-1')}"}
     plan = make(job("pbs", (1, 1)), environ)
     coordinator = Coordinator(Launch(plan, "id", *[Mock()] * 3, notices, LaunchResult()))
     peers = [Mock(**{"socket.getpeername.return_value": (f"10.0.0.{number}", 1)}) for number in (1, 2)]

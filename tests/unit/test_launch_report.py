@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from utils.launch_report import describe
+from utils.launch_protocol import describe
 
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 3, in f\n    raise error\n'
 

@@ -17,12 +17,11 @@ import torch
 
 from tests.faults.programs import run_ranks
 from tests.unit.programs import ROOT, python
-from utils import restart_notice
 from utils.distributed import StartTimes
+from utils.launch_protocol import RESTART, RestartNotice
 from utils.metrics import Metrics
 from utils.metrics.run_log import FILE_NAME, read_run
 from utils.metrics.trackers import TensorBoard
-from utils.restart_notice import RestartNotice
 from utils.tools.bench import charts
 
 ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"),
@@ -62,7 +61,7 @@ def test_a_restart_of_the_launch_is_in_the_line_of_the_start(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, 1, 8, save_every=4)
     cause = RestartNotice(1, "the connection to n2 was lost", ("n2",), time.time() - 9)
-    monkeypatch.setenv(restart_notice.VARIABLE, cause.variables()[restart_notice.VARIABLE])
+    monkeypatch.setenv(RESTART, cause.variables()[RESTART])
     train(tmp_path, 5, 9, save_every=4)
     [restart] = [line["restart"] for line in lines(tmp_path) if "restart" in line]
     assert 9 <= restart.pop("seconds") < 30

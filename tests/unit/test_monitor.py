@@ -14,7 +14,7 @@ from tests.cluster.hosts import wait_until
 from tests.unit.channels import opened_pair
 from tests.unit.notices import served
 from utils.channel import Channel, Peer
-from utils.launch_report import VARIABLE, Failure, report_first_cause
+from utils.launch_protocol import REPORT, Failure, report_first_cause
 from utils.monitor.hang import Collective, Group, user_frame
 from utils.monitor.monitor import Monitor
 
@@ -105,7 +105,7 @@ def test_first_cause_reaches_launch_py(
         end.socket.shutdown(socket.SHUT_RDWR)
     cause = ranks[reporter].find_cause("lost")
     with served() as launch_py:
-        monkeypatch.setenv(VARIABLE, launch_py.variables[VARIABLE])
+        monkeypatch.setenv(REPORT, launch_py.variables[REPORT])
         ranks[reporter].report_to_launcher(cause)
         wait_until(lambda: launch_py.first_cause is not None, "the notice")
         assert launch_py.first_cause == cause == Failure(cause.text, "killed", dead, f"h{dead}")

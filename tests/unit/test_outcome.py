@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from utils.launch_report import Failure
+from utils.launch_protocol import Failure
 from utils.tools.launch.outcome import Evidence, Loss, Outcome, OutOfMemory, RankEnd, decide
 
 HOSTS = ("n1", "n2")

@@ -24,7 +24,7 @@ import pytest
 
 from tests.cluster.hosts import wait_until
 from tests.unit.notices import served
-from utils.launch_report import VARIABLE
+from utils.launch_protocol import REPORT
 from utils.preemption import EXIT_REQUEUE, StopSignal, shield_worker, stop_signal
 from utils.preemption.agreement import StopAgreement
 from utils.preemption.sources import TimeLimit
@@ -32,7 +32,7 @@ from utils.preemption.sources import TimeLimit
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", VARIABLE):
+    for name in ("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", REPORT):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -282,7 +282,7 @@ def test_leaving_a_stop_reports_that_all_have_saved(
         requests: bool, error: BaseException | None, listens: bool, status: int, saved: bool,
         monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as notices:
-        monkeypatch.setenv(VARIABLE, notices.variables[VARIABLE] if listens else "127.0.0.1/1/secret")
+        monkeypatch.setenv(REPORT, notices.variables[REPORT] if listens else "127.0.0.1/1/secret")
         with contextlib.suppress(SystemExit, OSError), StopSignal() as stop:
             if requests:
                 stop.request("a test")

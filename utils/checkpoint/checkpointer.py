@@ -16,9 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .. import consistency, restart_notice
+from .. import consistency
 from ..calls import CallsOfAllRanks
 from ..coordination import CoordinationError, StoreCommunicator
+from ..launch_protocol import report_checkpoint
 from ..log import get_logger
 from .entries import StateError, check_state, unwrap, walk
 from .folder import CheckpointFolder, Retention, folder_problem, report_folder
@@ -376,7 +377,7 @@ class Checkpointer:
             self._logged.clear()
             if self._ranks.rank == 0:
                 if isinstance(job, SaveJob):
-                    restart_notice.report_checkpoint(job.step)
+                    report_checkpoint(job.step)
                 self._folder.delete_old()
         except Exception as error:
             self._note_failure(error, job)

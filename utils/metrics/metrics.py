@@ -30,8 +30,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
-from .. import consistency, restart_notice
+from .. import consistency
 from ..distributed import Distributed
+from ..launch_protocol import read_restart_notice
 from ..log import clear_progress, get_logger, show_progress
 from .run_log import FILE_NAME, RunLog
 from .trackers import TensorBoard, Tracker, TrackerMissing, WeightsAndBiases
@@ -388,7 +389,7 @@ class _Output:
         start["started_in"] = {
             name: round(seconds, 1) for name, seconds in self._dist.start_times._asdict().items()
         }
-        notice = restart_notice.read()
+        notice = read_restart_notice()
         if notice is not None and notice.number:
             seconds = round(first.time - notice.failed_at, 1)
             start["restart"] = {

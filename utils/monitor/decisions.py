@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..channel import Message
 from ..host.cores import name_ranks
-from ..launch_report import Failure
+from ..launch_protocol import Failure
 
 if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
     from .hang import Collective, Position

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
-from .. import effects
+from ..launch_protocol import may_have
 from .counts import entered_collectives
 
 
@@ -32,7 +32,7 @@ _previous: Callable[..., Any] | None = None  # sys.exit() as it was
 def record() -> None:
     """Wrap sys.exit() until stop(); a second call does nothing."""
     global _previous
-    if _previous is None and effects.may_have("excepthook"):
+    if _previous is None and may_have("excepthook"):
         _previous, sys.exit = sys.exit, _exit
 
 

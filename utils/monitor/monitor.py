@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..channel import Channel, Message, Peer
 from ..host import process
-from ..launch_report import Failure, report_first_cause
+from ..launch_protocol import Failure, report_first_cause
 from . import decisions as rules
 from .decisions import DECIDE_SECONDS, Action, Decisions, Send, waits
 

@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from .. import effects
 from ..host import process
 from ..launch_error import LaunchError
-from ..launch_report import EXIT_REQUEUE, Failure, describe, report_first_cause
+from ..launch_protocol import EXIT_REQUEUE, Failure, describe, may_have, report_first_cause
 from ..launchers.launcher import Placement
 from ..log import get_logger
 from . import exit_calls
@@ -95,9 +94,9 @@ class Shutdown:
 
     def register_hooks(self) -> None:
         """Report also what ends a program without a with statement: exceptions and sys.exit()."""
-        if effects.may_have("atexit"):
+        if may_have("atexit"):
             atexit.register(self.at_exit)
-        if not effects.may_have("excepthook"):
+        if not may_have("excepthook"):
             return
         exit_calls.record()
         previous = sys.excepthook
@@ -367,7 +366,7 @@ def connection_failure(
 
 def print_without_traceback(failure: LaunchError) -> None:
     """Report an uncaught LaunchError without its traceback: once, if all ranks have the same."""
-    if not effects.may_have("excepthook"):
+    if not may_have("excepthook"):
         return
     previous = sys.excepthook
 

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from .. import effects
+from ..launch_protocol import notice_after
 from ..log import get_logger
 from . import collectives
 from .hang_report import write_hang_report  # now: the file system may be what fails
@@ -48,5 +48,5 @@ def make_watch(
         recorded=has_recorder and backend == "gloo",  # a rank that waits uses no CPU
         before_torch=before_torch,
         ends_itself=ends_itself,
-        notice_after=effects.notice_after(),
+        notice_after=notice_after(),
     )

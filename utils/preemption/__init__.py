@@ -7,7 +7,7 @@ sources.py holds everything that requests a stop. job/requeue.py puts the job ba
 from __future__ import annotations
 
 from ..job.requeue import requeue as requeue
-from ..launch_report import EXIT_REQUEUE as EXIT_REQUEUE
+from ..launch_protocol import EXIT_REQUEUE as EXIT_REQUEUE
 from .stop_signal import StopSignal as StopSignal
 from .workers import SIGNALS as SIGNALS
 from .workers import shield_worker as shield_worker

@@ -31,9 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .. import launch_report
 from ..job.notation import STOP_FILE
-from ..launch_report import EXIT_REQUEUE
+from ..launch_protocol import EXIT_REQUEUE, REPORT, report_saved
 from ..log import get_logger
 from .agreement import StopAgreement
 from .sources import (
@@ -128,7 +127,7 @@ class StopSignal:
         self._longest_step = 0.0
         self._saved_within_step = 0.0  # seconds
         self._measured_a_save = False
-        under_launch_py = launch_report.VARIABLE in os.environ
+        under_launch_py = REPORT in os.environ
         self._status_after_stop = 0 if self._rank and under_launch_py else EXIT_REQUEUE
 
         self._wake_up = WakeUpPipe()
@@ -336,7 +335,7 @@ def _calls(communicator: StoreCommunicator | None) -> CallsOfAllRanks | None:
 
 def _report_stop() -> int:
     """Report to launch.py that all ranks have saved; return the exit status to leave with."""
-    return 0 if launch_report.report_saved() else EXIT_REQUEUE
+    return 0 if report_saved() else EXIT_REQUEUE
 
 
 def _check_main_thread(what: str) -> None:

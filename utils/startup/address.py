@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .. import effects
 from ..channel import Channel, Peer, Secret
 from ..host import network
 from ..host.address_filter import accept_only
 from ..launch_error import LaunchError
+from ..launch_protocol import may_have
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement, poll
 from ..launchers.rank_variables import REQUIRE_SECRET
 from . import secret
@@ -130,7 +130,7 @@ def _serve(
                 server.refuse(str(error), deadline)
                 raise
             # Torch's store follows on this socket, and asks for no proof.
-            if effects.may_have("filter") and not network.is_loopback(bound_to):
+            if may_have("filter") and not network.is_loopback(bound_to):
                 accept_only(listener, server.addresses())
             connections = server.send(result.assignments)
     except BaseException:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..launch_error import LaunchError
-from ..launch_report import VARIABLE, parse_address
+from ..launch_protocol import REPORT, parse_address
 from ..launchers.launcher import Placement
 from ..launchers.rank_variables import launch_rank
 from ..log import get_logger
@@ -34,7 +34,7 @@ def find_secret(environ: Mapping[str, str], placement: Placement, identity: str)
     """
     if path := environ.get(FILE):
         return _of_user(path)
-    *_, secret = parse_address(environ.get(VARIABLE, ""))
+    *_, secret = parse_address(environ.get(REPORT, ""))
     # The ranks of another launcher below a rank of launch.py need not have all its variables.
     position = launch_rank(environ)
     if secret and (

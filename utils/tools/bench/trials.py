@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ...launch_report import FAILURE
+from ...launch_protocol import FAILURE
 from ..launch import child_ranks
 from ..launch.launch_cli import ranks_of_hosts
 from .worker import RESULT, Phase, Trial, TrialReport

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from ...launch_report import FAILURE, Failure
+from ...launch_protocol import FAILURE, Failure
 from .causes import CAUSES
 from .failure_cause import CauseLevel, FailureCause
 from .labels import HOST, split_labels

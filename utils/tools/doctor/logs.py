@@ -15,7 +15,7 @@ from functools import cache
 from typing import BinaryIO
 
 from ...job.notation import same_host
-from ...launch_report import FAILURE, Failure
+from ...launch_protocol import FAILURE, Failure
 from . import endings
 from .causes import CAUSES
 from .causes_general import EMPTY, EXCEPTION, UNFINISHED

@@ -17,7 +17,7 @@ from ...channel import Channel, Message
 from ...host.network import INTERFACE
 from ...host.trust import NotTrusted, may_trust
 from ...launch_error import LaunchError
-from ...launch_report import VARIABLE
+from ...launch_protocol import REPORT
 from ..staging import IN_MEMORY
 from .child_processes import Processes
 from .event_loop import EventLoop
@@ -117,7 +117,7 @@ class Agent:
     def _start(self, processes: Processes, order: Message) -> None:
         same_host = order["host"] == socket.gethostname()
         environ = order["environ"] if self._environ is None else self._environ
-        environ[VARIABLE] += self._secret
+        environ[REPORT] += self._secret
         self._environ_of_ranks = rank_environment(environ, os.environ, same_host=same_host)
         start_on_host(
             order["processes"],

@@ -14,7 +14,7 @@ from ...channel import Channel, Message
 from ...host import network
 from ...host.trust import NotTrusted, may_trust
 from ...job.notation import same_host
-from ...launch_report import VARIABLE
+from ...launch_protocol import REPORT
 from . import agent
 from .bootstrap import module_command
 from .host_ranks import host_processes
@@ -132,7 +132,7 @@ class Coordinator(LaunchServer):
         environ = dict(self._plan.method.agent_environment(self._plan.environ))
         # Others may read what is sent: agents know the cookie, and derive the secret of the ranks.
         environ.pop("PBS_JOBCOOKIE", None)
-        environ[VARIABLE] = f"{self._notices.addresses}/{self._notices.port}/"
+        environ[REPORT] = f"{self._notices.addresses}/{self._notices.port}/"
         return environ
 
     def _missing_hosts(self, hosts: tuple[int, ...] | None = None) -> str:

@@ -15,13 +15,11 @@ import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
-from ... import effects
-from ...effects import HANG_TIMEOUT
 from ...host.cores import available_cpus
 from ...host.gpus import count_gpus, gpu_vendor
 from ...job.commands import SchedulerError
 from ...launch_error import LaunchError
-from ...launch_report import FAILURE_FILE, Failure
+from ...launch_protocol import FAILURE_FILE, HANG_TIMEOUT, Failure, may_have
 from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
 from ..cli import defaults, interpreter
@@ -349,7 +347,7 @@ def _planner(args: argparse.Namespace) -> Callable[[tuple[str, ...]], Plan]:
     args.output_dir = os.path.abspath(args.output_dir) if args.output_dir else ""
     args.input, args.input_waits = _own_input()
     args.without, args.restarted = (), False
-    args.watch = args.watch and effects.may_have("monitor") and not args.independent
+    args.watch = args.watch and may_have("monitor") and not args.independent
     options = Options(*(getattr(args, name) for name in Options._fields))
     environ = _environment(args)
     allocation = current_allocation(environ)

@@ -16,7 +16,7 @@ from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...host import network
 from ...host.cores import name_ranks
 from ...launch_error import LaunchError
-from ...launch_report import EARLY, PROBLEM, VARIABLE, Failure
+from ...launch_protocol import EARLY, PROBLEM, REPORT, Failure
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .ignored_stops import describe
@@ -114,7 +114,7 @@ class RankNotices:
         addresses = [self._address] if self._address else network.local_addresses()
         self.addresses = ",".join(addresses or ["127.0.0.1"])
         self.port = int(self.listener.getsockname()[1])
-        self.variables = {VARIABLE: f"{self.addresses}/{self.port}/{secret}"}
+        self.variables = {REPORT: f"{self.addresses}/{self.port}/{secret}"}
 
     def __enter__(self) -> RankNotices:
         return self

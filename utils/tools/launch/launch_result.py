@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...launch_report import EXIT_REQUEUE, Failure
+from ...launch_protocol import EXIT_REQUEUE, Failure
 from ...visible_text import visible
 from .outcome import Evidence, Loss, Outcome, OutOfMemory, RankEnd, decide, describe_status
 from .stopped_ranks import describe as describe_stopped

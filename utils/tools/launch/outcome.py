@@ -27,7 +27,7 @@ from typing import NamedTuple
 from ...host.cores import name_ranks
 from ...host.gpus import GPU_ERRORS
 from ...job.notation import same_host
-from ...launch_report import EXIT_REQUEUE, Failure
+from ...launch_protocol import EXIT_REQUEUE, Failure
 
 # Two ranks of a script that end with an error so shortly after each other: either may be the cause.
 _SAME_MOMENT_SECONDS = 0.25

@@ -18,7 +18,7 @@ from typing import NoReturn
 from ...channel import Channel, Message
 from ...host import process
 from ...launch_error import LaunchError
-from ...launch_report import VARIABLE, parse_address
+from ...launch_protocol import REPORT, parse_address
 from ...launchers.detect import detect
 from ..staging import IN_MEMORY
 from . import rank_parent
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     output (or ""), and the words of the program.
     """
     folder, script, checksum, output_dir, *program = arguments
-    addresses, launch_port, secret = parse_address(os.environ.get(VARIABLE, ""))
+    addresses, launch_port, secret = parse_address(os.environ.get(REPORT, ""))
     reached = connect(addresses, launch_port, secret, "rank")
     if reached is None:
-        where = os.environ.get(VARIABLE, "").rpartition("/")[0] or "no address"
+        where = os.environ.get(REPORT, "").rpartition("/")[0] or "no address"
         return _fail(
             f"the launch cannot be reached at {where}. Expected a network between the hosts of a "
             "job, and its environment on each. Check both"

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...restart_notice import RestartNotice
+from ...launch_protocol import RestartNotice
 from .launch_plan import Plan, PlanError, index_of
 from .launch_result import Ended, print_status
 from .outcome import Outcome

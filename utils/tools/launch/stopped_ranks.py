@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from ...effects import HANG_TIMEOUT
 from ...host import process
+from ...launch_protocol import HANG_TIMEOUT
 
 _FACTOR = 1.2  # of --hang-timeout: the monitor of the ranks, which knows more, comes first
 _LOOKS = 16  # within the limit

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ...effects import HANG_TIMEOUT
 from ...launch_error import LaunchError
+from ...launch_protocol import HANG_TIMEOUT
 from ...launchers.detect import find_launcher
 from ..cli.arguments import ArgumentParser
 from .rank_environment import unwatched_line, watched, why_unwatched

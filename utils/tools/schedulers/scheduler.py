@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...job.commands import SUBMIT_TIMEOUT_SECONDS, SchedulerError, run_command
-from ...launch_report import EXIT_REQUEUE
+from ...launch_protocol import EXIT_REQUEUE
 from .job_spec import Job, JobError, split_directive
 
 State = Literal[

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 from ...job import exclude_file
 from ...job.notation import same_host
-from ...launch_report import FAILURE_FILE
+from ...launch_protocol import FAILURE_FILE
 from ..cli.interpreter import import_path
 from . import RECEIVED, Archive, StagingError
 from .archive import get_archive

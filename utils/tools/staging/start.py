@@ -11,9 +11,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ... import restart_notice
-from ...effects import STAGED
 from ...host.trust import make_folders, may_trust
+from ...launch_protocol import STAGED, read_restart_notice
 from . import CACHES, IN_MEMORY, Archive, StagingError
 from .marker import moved_folders
 from .node_copy import candidates, prepare
@@ -41,7 +40,7 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
     if order["stage_dir"]:
         with suppress(OSError):  # prepare() has the reason
             make_folders(folders[0])
-    notice = restart_notice.read()
+    notice = read_restart_notice()
     start = f"{order['launch']}-{notice.number if notice else 0}"
 
     def check(copy: str) -> None:

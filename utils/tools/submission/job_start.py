@@ -19,7 +19,7 @@ from ...job import current_job, exclude_file
 from ...job.commands import SchedulerError
 from ...job.notation import STOP_FILE, same_host
 from ...job.slurm_job import unique_job_id
-from ...launch_report import EXIT_REQUEUE, FAILURE_FILE
+from ...launch_protocol import EXIT_REQUEUE, FAILURE_FILE
 from ..launch import launch_cli as launch_cli
 from ..schedulers import get_scheduler
 from ..schedulers.scheduler import Scheduler, Status

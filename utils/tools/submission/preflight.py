@@ -9,7 +9,7 @@ from pathlib import Path
 from ...job import exclude_file
 from ...job.commands import SchedulerError
 from ...job.requeue import CHAIN_VARIABLE, requeue
-from ...launch_report import EXIT_REQUEUE, Failure
+from ...launch_protocol import EXIT_REQUEUE, Failure
 from ..launch import launch_cli as launch_cli
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError

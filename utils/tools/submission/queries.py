@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ...job.commands import SchedulerError
-from ...launch_report import EXIT_REQUEUE
+from ...launch_protocol import EXIT_REQUEUE
 from ...visible_text import visible
 from ..schedulers.scheduler import Scheduler, State, Status, state_of_exit
 from . import bad_hosts as exclusion

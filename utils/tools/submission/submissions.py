@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...host.trust import make_folder, make_folders, may_trust
-from ...launch_report import EXIT_REQUEUE
+from ...launch_protocol import EXIT_REQUEUE
 from ..schedulers.job_spec import Job
 
 FILE = "submission.json"

@@ -1,4 +1,10 @@
-"""Notices of the ranks to launch.py: all have saved; what failed first, else a line about that.
+"""What `ddpkit launch` and its ranks tell each other.
+
+The launch sets variables of the environment: where it listens (REPORT), what it knows of a restart
+(RESTART), and which effects setup_distributed() may have on the process (the table of all effects
+is in docs/launchers.md). The ranks report what failed first, that all have saved, and each
+checkpoint that is safe, from which the launch sees whether the training makes progress from one
+failure to the next. Where no launch listens, a failure is a line of the output.
 
 Exit statuses cannot report this. torchrun turns every failure into status 1. Launchers end the
 other ranks, which may still be saving, as soon as one leaves with a status other than 0. And the
@@ -15,7 +21,9 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-VARIABLE = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.py listens
+from .launch_error import LaunchError
+
+REPORT = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.py listens
 ROLE = "notice"
 _SECONDS = 5.0  # for the connection, and until launch.py has the notice
 _LONGEST_CAUSE = 2000
@@ -90,7 +98,7 @@ EARLY = "failed early"  # before the group: reports of other ranks may know more
 
 
 def parse_address(value: str) -> tuple[list[str], int, str]:
-    """Split the value of VARIABLE into addresses, port and secret; [], 0, "" if it is malformed."""
+    """Split the value of REPORT into addresses, port and secret; [], 0, "" if it is malformed."""
     addresses, _, rest = value.partition("/")
     port, _, secret = rest.partition("/")
     if not port.isdecimal():
@@ -128,7 +136,7 @@ def send(what: str, environ: Mapping[str, str] = os.environ, failure: Failure = 
     """
     from . import channel  # most ranks send none
 
-    addresses, port, secret = parse_address(environ.get(VARIABLE, ""))
+    addresses, port, secret = parse_address(environ.get(REPORT, ""))
     for address in addresses:
         with contextlib.suppress(OSError):
             key = channel.Secret(os.fsencode(secret))
@@ -139,3 +147,89 @@ def send(what: str, environ: Mapping[str, str] = os.environ, failure: Failure = 
                 peer.send({"kind": "notice", "what": what, **fields})
                 return peer.receive_one(_SECONDS) is not None
     return False
+
+
+RESTART = "DDPKIT_RESTART"  # JSON, see RestartNotice
+
+
+class RestartNotice(NamedTuple):
+    """Why the ranks were started again.
+
+    number: of restarts so far; 0 in the first start. cause: what failed. without: hosts that are
+    left out. failed_at: when the launch noticed the failure, in seconds since 1970.
+    """
+
+    number: int = 0
+    cause: str = ""
+    without: tuple[str, ...] = ()
+    failed_at: float = 0.0
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables for the ranks."""
+        return {RESTART: json.dumps(self._asdict())}
+
+
+def read_restart_notice(environ: Mapping[str, str] = os.environ) -> RestartNotice | None:
+    """Return what the launch says; None where it cannot start again, or there is none."""
+    text = environ.get(RESTART)
+    if not text:
+        return None
+    try:
+        fields = json.loads(text)
+        return RestartNotice(
+            int(fields["number"]),
+            str(fields["cause"]),
+            tuple(map(str, fields["without"])),
+            float(fields["failed_at"]),
+        )
+    except (ValueError, KeyError, TypeError):  # not of a launch of this version
+        return None
+
+
+def report_checkpoint(step: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Report to the launch that the checkpoint of a step is safe, where it asks for that."""
+    if environ.get(RESTART):
+        send("checkpoint", environ, Failure(str(step), ""))
+
+
+HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds, "auto", or "0" for none
+NOTICE_AFTER = "DDPKIT_NOTICE_AFTER"  # seconds without progress until a line says so; "0": never
+STAGED = "DDPKIT_STAGED"  # "2.1+0.8": seconds of --stage, before this process and in it
+_WITHOUT = "DDPKIT_WITHOUT"
+_EFFECTS = ("variables", "monitor", "excepthook", "atexit", "faulthandler", "filter")
+
+
+def may_have(effect: str) -> bool:
+    """Return whether setup_distributed() may have an effect on this process, one of _EFFECTS.
+
+    DDPKIT_WITHOUT lists those that the user does not want.
+    """
+    return effect not in _unwanted()
+
+
+def check_effects() -> None:
+    """Raise LaunchError where DDPKIT_WITHOUT lists anything else."""
+    if unknown := set(_unwanted()).difference(_EFFECTS):
+        raise LaunchError(
+            f"{_WITHOUT} is {os.environ[_WITHOUT]}; expected some of {', '.join(_EFFECTS)}. "
+            f"Leave out {', '.join(sorted(unknown))}"
+        )
+
+
+def notice_after() -> float:
+    """Return the seconds without progress after which a line says where the ranks wait; 0: never.
+
+    Raises LaunchError for a value that is no number.
+    """
+    text = os.environ.get(NOTICE_AFTER, "120")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise LaunchError(f"{NOTICE_AFTER} is {text!r}; expected seconds, or 0 for never")
+    return seconds
+
+
+def _unwanted() -> list[str]:
+    return os.environ.get(_WITHOUT, "").replace(",", " ").split()
