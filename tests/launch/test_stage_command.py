@@ -18,8 +18,7 @@ from tests.launch.shared_packages import Shared, make_shared
 from tests.launch.users import VICTIM, Machine, machine
 from utils.tools.staging import IN_MEMORY
 from utils.tools.staging.archive import get_archive
-from utils.tools.staging.memory import remove_from_memory
-from utils.tools.staging.node_copy import prepare
+from utils.tools.staging.node_copy import prepare, remove_from_memory
 from utils.tools.staging.packages import Environment, find_environment
 
 __all__ = ["ThreadPoolExecutor", "machine"]

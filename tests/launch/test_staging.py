@@ -20,7 +20,7 @@ import pytest
 from tests.launch.launchers import LAUNCH, ROOT
 from tests.launch.shared_packages import PROGRAM, Shared, assert_one_warning, make_shared
 from tests.matrix import with_all
-from utils.tools.staging import free_space
+from utils.tools.staging import room
 
 
 @pytest.fixture
@@ -302,8 +302,8 @@ def test_a_copy_in_memory_leaves_most_of_it_to_the_ranks(
     files = {"/proc/self/mountinfo": f"30 1 {os.major(device)}:{os.minor(device)} / / rw shared:1 - {kind} none rw",
              "/proc/meminfo": "MemTotal: 400 kB\nMemFree: 1 kB\nMemAvailable: 300 kB",
              "/proc/self/cgroup": cgroup, f"/sys/fs/cgroup/{file}": limit}
-    monkeypatch.setattr(free_space.process, "read", lambda path: files.get(path, "").encode())
-    found = free_space.free_bytes(str(tmp_path))
+    monkeypatch.setattr(room.process, "read", lambda path: files.get(path, "").encode())
+    found = room.free_bytes(str(tmp_path))
     assert found == expected or not expected and found > 100 << 20
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tests.unit.programs import ROOT
 from utils.host import process
-from utils.host.work import work_done
-from utils.tools.launch.proc_reader import environment
+from utils.host.process import environment, work_done
 
 
 def test_a_process_is_described(tmp_path: Path) -> None:
@@ -53,7 +52,7 @@ FORKED = """\
 import os, threading, time
 from tests.unit.programs import ROOT
 from utils.host import process
-from utils.host.work import work_done
+from utils.host.process import work_done
 def measure():
     before = work_done()[0]
     time.sleep(1)

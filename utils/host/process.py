@@ -1,4 +1,4 @@
-"""Read /proc: the parents, command lines and start times of processes.
+"""Read /proc: parents, command lines, variables, ports, signals and work of processes.
 
 All readers of /proc use read(). Without /proc (macOS) nothing is found and nothing fails.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, NoReturn
@@ -195,3 +196,67 @@ def namespace(kind: str) -> str:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
+
+
+def work_done() -> tuple[float, float, bool]:
+    """Return CPU seconds, megabytes of I/O, and whether a thread of this process waits for a disk.
+
+    The first two include all descendants. CPU seconds include the time in which
+    other Python threads of this process waited for a core. They decrease when a thread or a child
+    ends. Zeros without /proc.
+    """
+    # Not the threads of gloo: they look for work a hundred times a second.
+    main = threading.main_thread()  # its native_id is that of the parent after a fork
+    own = {os.getpid() if thread is main else thread.native_id for thread in threading.enumerate()}
+    own.discard(threading.get_native_id())
+    seconds = megabytes = 0.0
+    for pid in with_descendants([os.getpid()]):
+        ticks = map(int, stat(f"/proc/{pid}")[1][11:15])  # with children that ended
+        seconds += sum(ticks) / os.sysconf("SC_CLK_TCK")
+        threads = own if pid == os.getpid() else {pid}
+        seconds += sum(schedule(thread, pid).ready_seconds for thread in threads if thread)
+        amounts = (line.partition(b": ") for line in read(f"/proc/{pid}/io").splitlines())
+        megabytes += sum(int(n) for key, _, n in amounts if key in (b"rchar", b"wchar")) / 1e6
+    states = (stat(f"/proc/self/task/{thread}")[1][:1] for thread in thread_ids())
+    return seconds, megabytes, ["D"] in states
+
+
+def environment(pid: int) -> dict[bytes, bytes]:
+    """Return the variables a process was started with; empty where they may not be read."""
+    words = read(f"/proc/{pid}/environ").split(b"\0")
+    variables = (word.partition(b"=") for word in words)
+    return {variable: value for variable, equals, value in variables if equals}
+
+
+def thread_names(pid: int) -> list[str]:
+    """Return the names (comm) of a process's threads; empty where there is none."""
+    return [stat(f"/proc/{pid}/task/{thread}")[0] for thread in thread_ids(pid)]
+
+
+def has_loaded_torch(pid: int) -> bool:
+    """Return whether a process has libtorch in its memory; false where that may not be read."""
+    return b"/libtorch" in read(f"/proc/{pid}/maps")
+
+
+def uses_tcp_port(port: int, pid: int | str = "self") -> bool:
+    """Return whether a TCP socket of a process's host has this port at one end, in any state.
+
+    The end that closes a connection first keeps it for a minute (TIME_WAIT).
+    """
+    tables = [read(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6")]
+    return any(b":%04X " % port in table for table in tables)
+
+
+def ignores_signal(pid: int, number: int) -> bool:
+    """Return whether a process ignores a signal; false without /proc."""
+    return bool(int(status(pid).get("SigIgn", "0"), 16) >> (number - 1) & 1)
+
+
+def awaits_signal(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal, or blocks it to wait for it; true without /proc.
+
+    The default action of other signals than SIGCHLD and SIGCONT would end or stop it.
+    """
+    fields = status(pid)
+    masks = [int(fields[key], 16) for key in ("SigBlk", "SigCgt") if key in fields]
+    return not masks or any(mask >> (number - 1) & 1 for mask in masks)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..channel import Message
 from ..host import process
-from ..host.work import work_done
+from ..host.process import work_done
 from ..launch_protocol import Failure
 from .decisions import DECIDE_SECONDS, host_of
 from .hang import (

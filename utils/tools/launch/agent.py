@@ -89,7 +89,9 @@ class Agent:
                 self._outputs.drain(_DRAIN_SECONDS, self._wait)
             self._outputs.drain(0.0, self._wait)
             if self._environ_of_ranks.get(IN_MEMORY):
-                from ..staging.memory import remove_from_memory  # slow to load, and seldom needed
+                from ..staging.node_copy import (
+                    remove_from_memory,  # slow to load, and seldom needed
+                )
 
                 remove_from_memory(self._environ_of_ranks)
             self._send({"kind": "done"})

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import IO
 
 from ...host import process
-from . import proc_reader
 from .event_loop import STOP_SIGNALS
 from .launch_result import print_error
 
@@ -149,7 +148,7 @@ class Processes:
         """Signal those that have a handler by now; return the seconds until the next call."""
         for number, (to_workers, signalled) in list(self._held.items()):
             targets = self._targets(to_workers)
-            ready = {pid for pid in targets if proc_reader.awaits_signal(pid, number)} - signalled
+            ready = {pid for pid in targets if process.awaits_signal(pid, number)} - signalled
             _signal(ready, number)
             signalled |= ready
             if targets and signalled.issuperset(targets):
@@ -239,8 +238,7 @@ def find_processes(launch_id: str, started: Iterable[int]) -> list[int]:
     return [
         pid
         for pid in pids
-        if pid != os.getpid()
-        and launch in proc_reader.environment(pid).get(variable, b"").split(b"/")
+        if pid != os.getpid() and launch in process.environment(pid).get(variable, b"").split(b"/")
     ]
 
 

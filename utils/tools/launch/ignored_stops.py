@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Callable, Collection
 
-from . import proc_reader
+from ...host import process
 
 KILL_SECONDS = 30.0  # KillWait of Slurm, by default: from SIGTERM to SIGKILL
 _LOOK_SECONDS = 1.0  # after the signal: a rank that has its default action has ended by then
@@ -39,9 +39,7 @@ class IgnoredStops:
         """
         if now >= self._look_at:
             self._look_at = math.inf
-            self._ignoring = [
-                pid for pid in running if proc_reader.ignores_signal(pid, signal.SIGTERM)
-            ]
+            self._ignoring = [pid for pid in running if process.ignores_signal(pid, signal.SIGTERM)]
             if self._ignoring:
                 self._kill_at = now + KILL_SECONDS - _LOOK_SECONDS
                 self._report(self._ignoring)

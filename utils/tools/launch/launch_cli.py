@@ -220,7 +220,7 @@ def launch(arguments: Sequence[str] | None = None) -> Outcome:
 def _stage(args: argparse.Namespace, plan: Plan) -> Iterator[Callable[[Plan], Plan]]:
     """Distribute the packages; the value returns a plan whose ranks use them."""
     from ..staging import IN_MEMORY, distribute  # every launch would notice the time to load it
-    from ..staging.memory import remove_from_memory
+    from ..staging.node_copy import remove_from_memory
 
     def one_per_host(hosts: Sequence[str], *options: str) -> list[str]:
         options += ("--nodelist", ",".join(hosts), "--ntasks-per-node", "1", "--independent")

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from ...channel import Message
 from ...host import process
 from ...launchers.rank_variables import LAUNCH_RANK
-from . import proc_reader
 from .child_processes import LAUNCH_VARIABLE
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
@@ -137,7 +136,7 @@ class GroupWatch:
         A group that lived between two looks has left a connection to its store in TIME_WAIT. One of
         less than half a second at an address of the script's own choice is missed.
         """
-        self.formed = self.formed or proc_reader.uses_tcp_port(self._port)
+        self.formed = self.formed or process.uses_tcp_port(self._port)
         return not self.formed and not self._reported and self._all_have_torch()
 
     def _all_have_torch(self) -> bool:
@@ -146,7 +145,7 @@ class GroupWatch:
     def _look(self) -> Iterator[Message]:
         nested: dict[int, int] = {}  # ranks with workers of their own, and how many
         for pid in process.process_ids():
-            environ = proc_reader.environment(pid)
+            environ = process.environment(pid)
             text, _, count = environ.get(LAUNCH_RANK.encode(), b"").partition(b"/")
             launches = environ.get(LAUNCH_VARIABLE.encode(), b"").split(b"/")
             if launches[-1] != self._id or not count:
@@ -159,11 +158,11 @@ class GroupWatch:
                 nested[rank] = int(environ.get(b"WORLD_SIZE", b"1"))
             elif rank not in self._in_group and _has_group(pid):
                 self._in_group.add(rank)
-            if rank not in self._with_torch and proc_reader.has_loaded_torch(pid):
+            if rank not in self._with_torch and process.has_loaded_torch(pid):
                 self._with_torch.add(rank)
         if self._all_have_torch() and self._late_at == math.inf:
             self._late_at = time.monotonic() + LATE_SECONDS
-        has_port = proc_reader.uses_tcp_port(self._port, self._rank_0)
+        has_port = process.uses_tcp_port(self._port, self._rank_0)
         self.formed = self.formed or has_port or bool(self._in_group)
         # Rank 0 alone, or one that is in a group already, may start an evaluation.
         last = max(nested.keys() - self._in_group, default=0)
@@ -172,7 +171,7 @@ class GroupWatch:
 
 
 def _has_group(pid: int) -> bool:
-    return any(name.startswith(_GROUP_THREADS) for name in proc_reader.thread_names(pid))
+    return any(name.startswith(_GROUP_THREADS) for name in process.thread_names(pid))
 
 
 def note_groups(message: Message, plan: Plan, result: LaunchResult, *, of_rank_0: bool) -> str:

@@ -19,7 +19,6 @@ from typing import NoReturn
 
 from ...channel import Channel, Loop, Message
 from ...host import process
-from . import proc_reader
 from .child_processes import HANDLER_SECONDS, HELD
 from .event_loop import STOP_SIGNALS
 from .ignored_stops import IgnoredStops
@@ -157,7 +156,7 @@ class RankParent:
         if len(self._handled) == len(HELD):
             return None
         if now >= self._next_look:
-            handled = [int(each) for each in HELD if proc_reader.awaits_signal(self._pid, each)]
+            handled = [int(each) for each in HELD if process.awaits_signal(self._pid, each)]
             if handled != self._handled:
                 self._handled = handled
                 self._peer.send({"kind": "handled", "signals": handled})

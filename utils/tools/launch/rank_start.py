@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     rank = rank_parent.RankParent(pid, peer, watch, forwards=launcher == "pals")
     rank.run()
     if os.environ.get(IN_MEMORY):
-        from ..staging.memory import remove_from_memory  # slow to load, and seldom needed
+        from ..staging.node_copy import remove_from_memory  # slow to load, and seldom needed
 
         remove_from_memory(os.environ)
     rank_parent.end_like(rank.status or 0)

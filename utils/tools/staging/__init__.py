@@ -1,12 +1,11 @@
 """Start ranks from copies of their packages on each node: `ddpkit launch --stage`.
 
-packages.py lists what is staged, surroundings.py what a copy links to. index.py finds whether it
-has changed, archive.py packs it, and distribute.py brings the archive to the nodes, with
-broadcast.py where MPI sends it. There, start.py becomes the program of a rank, with a copy that
-node_copy.py keeps: unpack.py makes it, marker.py and imports.py check it, room.py removes it,
-memory.py with its ranks. kept.py has what archives and copies share. Only the standard library is
-used, but for mpi4py in broadcast.py: a Python without site-packages runs these. stage_cli.py is the
-command `ddpkit stage`.
+packages.py lists what is staged. index.py finds whether it has changed, archive.py packs it, and
+distribute.py brings the archive to the nodes, with broadcast.py where MPI sends it. There, start.py
+becomes the program of a rank, with a copy that node_copy.py keeps: unpack.py makes it, marker.py
+and imports.py check it, room.py removes it. kept.py has what archives and copies share. Only the
+standard library is used, but for mpi4py in broadcast.py: a Python without site-packages runs these.
+stage_cli.py is the command `ddpkit stage`.
 """
 
 from __future__ import annotations

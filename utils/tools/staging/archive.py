@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from ...host.trust import make_folders, open_owned
 from . import Archive, StagingError
 from .index import find_key
-from .kept import cleanup_at_signals, locked, remove_leftovers
+from .kept import SYSTEM, cleanup_at_signals, locked, remove_leftovers
 from .packages import Environment, Member, members_of, name_of
-from .surroundings import SYSTEM
 
 CHUNK_BYTES = 1 << 20
 _LINE_SECONDS = 10.0  # between two lines of progress

@@ -13,9 +13,8 @@ from typing import Any
 
 from ...host.trust import make_folders
 from . import Archive
-from .free_space import free_bytes
 from .node_copy import candidates, is_kept
-from .room import needed_bytes
+from .room import free_bytes, needed_bytes
 
 FAILED = "ddpkit-stage-failed "  # before what ends the broadcast, in the output of a process
 NOT_WRITTEN = "ddpkit-stage-not-written "  # before why one node does not keep the archive

@@ -20,11 +20,10 @@ from ..cli.interpreter import import_path
 from . import RECEIVED, Archive, StagingError
 from .archive import get_archive
 from .broadcast import FAILED, NOT_WRITTEN
-from .free_space import free_bytes
 from .kept import cleanup_at_signals
 from .node_copy import candidates, is_kept
 from .packages import find_environment
-from .room import needed_bytes
+from .room import free_bytes, needed_bytes
 
 _PROBE_SECONDS = 60.0
 MPI_SECONDS = 60.0  # to start a process on each node; and for the archive:

@@ -18,10 +18,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ...host.trust import make_folder, may_trust
-from . import Archive, StagingError
-from .kept import locked
+from . import IN_MEMORY, Archive, StagingError
+from .kept import add_links, locked
 from .marker import MARKER, is_complete, write_marker
-from .surroundings import add_links
 
 
 class Prepared(NamedTuple):
@@ -157,3 +156,27 @@ def _read_state(descriptor: int) -> _State:
         return _State(start, problem, float(made_in))
     except ValueError:
         return _State()
+
+
+_LAST_RANK_SECONDS = 1.0  # for other ranks of the node, and workers of this one, to end
+_POLL_SECONDS = 0.05
+
+
+def remove_from_memory(environ: Mapping[str, str]) -> None:
+    """Remove copies in memory that no rank uses any more: other jobs need the memory.
+
+    Who has started ranks on a node calls it once they have ended; the last one removes the copy.
+
+    environ: of a rank.
+    """
+    if not environ.get(IN_MEMORY):
+        return
+    from .room import copies_in, is_in_memory, remove_copy  # a rank does not need them
+
+    limit = time.monotonic() + _LAST_RANK_SECONDS
+    for folder in candidates("", environ):
+        with suppress(OSError, StagingError):
+            root = open_root(folder, make=False)
+            for _, key in copies_in(root) if is_in_memory(root) else ():
+                while not remove_copy(root, key) and time.monotonic() < limit:
+                    time.sleep(_POLL_SECONDS)

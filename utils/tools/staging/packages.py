@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from . import ALSO, ORIGIN, PACKAGES, StagingError
-from .surroundings import SYSTEM, names_beside
+from .kept import SYSTEM, names_beside
 
 _PROBE_SECONDS = 120.0
 _THREADS = 8  # a parallel file system answers many at once

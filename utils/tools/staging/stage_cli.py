@@ -20,12 +20,11 @@ from ..cli import defaults, interpreter
 from ..cli.arguments import ArgumentParser
 from . import ORIGIN, StagingError
 from .archive import cache_folders, fits, get_archive, owners_of, records_in, remove_archives
-from .free_space import is_in_memory
 from .kept import locked
 from .marker import MARKER
 from .node_copy import candidates, open_root, root_of
 from .packages import Environment, find_environment
-from .room import copies_in, remove_copy
+from .room import copies_in, is_in_memory, remove_copy
 
 DESCRIPTION = """\
 Pack an environment once for all its users; list and remove archives and copies of --stage.
