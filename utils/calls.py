@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import consistency
+from .consistency import training_watch
 from .coordination import CoordinationError, StoreCommunicator
 from .host.cores import name_ranks
 from .monitor.counts import entered_collectives
@@ -46,13 +46,13 @@ class CallsOfAllRanks:
         with contextlib.suppress(CoordinationError):  # what has called this finds out
             self._ranks.report(self._topic, True, len)
         self._is_open = self._ranks.rank == 0
-        watch = consistency.watch
+        watch = training_watch.watch
         if self._is_open and watch is not None and self._stepped not in watch.on_step:
             watch.on_step.append(self._stepped)
 
     def close(self, *, reports: bool) -> None:
         """End the watch. reports: tell rank 0 that this rank makes no more calls."""
-        watch = consistency.watch
+        watch = training_watch.watch
         if watch is not None and self._stepped in watch.on_step:
             watch.on_step.remove(self._stepped)
         if reports and self._ranks.rank and torch.distributed.is_initialized():

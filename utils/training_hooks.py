@@ -1,4 +1,4 @@
-"""Hooks on optimizers and data loaders, which load consistency.py when a script uses one of these.
+"""Hooks on optimizers and data loaders, which load consistency/ when a script uses one of these.
 
 A process has hooks only between setup_distributed() and close(). They are the least that sees what
 a training does: torch calls two of them before and after the step of any optimizer, and one where
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if TYPE_CHECKING:
-    from .consistency import TrainingWatch
+    from .consistency.training_watch import TrainingWatch
 
 _original_iter, _original_next = DataLoader.__iter__, _BaseDataLoaderIter.__next__
 
@@ -70,7 +70,7 @@ class TrainingHooks:
     def watch(self) -> TrainingWatch:
         """What compares this training with that of the other ranks, from its first use on."""
         if self._watch is None:
-            from .consistency import TrainingWatch
+            from .consistency.training_watch import TrainingWatch
             from .coordination import StoreCommunicator
 
             communicator = None

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """\
 import os, runpy, sys, time
-from ddpkit import consistency
+from ddpkit.consistency import training_watch
 hooks, start = [0.0], [0.0]
 
 def timed(function):
@@ -28,7 +28,7 @@ def timed(function):
         return result
     return call
 
-watch = consistency.TrainingWatch
+watch = training_watch.TrainingWatch
 for name in ("stepped", "begin_epoch", "first_batch"):
     setattr(watch, name, timed(getattr(watch, name)))
 run = watch._run

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .. import consistency
 from ..calls import CallsOfAllRanks
+from ..consistency import training_watch
 from ..coordination import CoordinationError, StoreCommunicator
 from ..launch_protocol import report_checkpoint
 from ..log import get_logger
@@ -333,7 +333,7 @@ class Checkpointer:
             return
         self._checked_state = True
         values = [value for _, value in walk(state)]
-        watch = consistency.watch
+        watch = training_watch.watch
         if watch and (missing := watch.missing_from([unwrap(value) for value in values])):
             _log.warning(
                 "the saved state lacks %s: it starts anew after a resume. Put it into the state",

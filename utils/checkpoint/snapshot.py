@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..consistency import DIGITS, digests, take_sample
+from ..consistency.samples import DIGITS, digests, take_sample
 from .entries import PerRank, walk
 from .format import TensorPlace, place_tensors
 from .pack import Packed

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
-from .. import consistency
+from ..consistency import training_watch
 from ..distributed import Distributed
 from ..launch_protocol import read_restart_notice
 from ..log import clear_progress, get_logger, show_progress
@@ -138,8 +138,8 @@ class Metrics:
                 if not self._reported_problem and (problem := record.problem()):
                     self._reported_problem = True
                     _log.error("%s", problem)
-                    if consistency.watch is not None:
-                        consistency.watch.bad_loss = problem.partition(". ")[0]
+                    if training_watch.watch is not None:
+                        training_watch.watch.bad_loss = problem.partition(". ")[0]
         self._last_flush = time.perf_counter()
         if records and self._dist.device.type != "cpu":  # the GPU computed these steps until now
             drained = self._last_flush - start
