@@ -11,12 +11,12 @@ __all__ = ["Distributed", "LaunchError", "setup_distributed"]
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .distributed import Distributed, setup_distributed
-    from .launch_error import LaunchError
+    from .errors import LaunchError
 
 
 def __getattr__(name: str) -> object:
     if name == "LaunchError":
-        from .launch_error import LaunchError
+        from .errors import LaunchError
 
         return LaunchError
     if name in __all__:

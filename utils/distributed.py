@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from . import __version__
+from .errors import LaunchError
 from .host import device, process
 from .host.cores import bind_process, parse_ranges
 from .host.masks import set_masks
-from .launch_error import LaunchError
 from .launch_protocol import HANG_TIMEOUT, STAGED, check_effects, may_have, notice_after
 from .launchers.detect import Detection, find_launcher
 from .launchers.launcher import Launcher, Placement

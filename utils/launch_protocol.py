@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .launch_error import LaunchError
+from .errors import LaunchError
 
 REPORT = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.py listens
 ROLE = "notice"

@@ -12,11 +12,13 @@ import io
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from unittest import mock
 
 from tests.docs.pages import ROOT
+from utils import errors
 from utils.tools.cli.main import COMMANDS, main
 
 # Subcommands that share an entry share a list.
@@ -147,6 +149,8 @@ def api_page() -> str:
         module = importlib.import_module(f"utils.{name}".rstrip("."))
         lines += ["", f"## from ddpkit{'.' * bool(name)}{name} import ...", ""]
         lines += [line for one in names_of(module, listed) for line in entries(one, getattr(module, one))]
+    tree = textwrap.dedent(inspect.getdoc(errors) or "").partition("\n\nWrong arguments")[0]
+    lines += ["", "## Exceptions", "", tree.partition("\n\n")[0], "", "```", tree[tree.index("RuntimeError"):], "```"]
     return "\n".join(lines) + "\n"
 
 

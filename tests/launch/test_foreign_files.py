@@ -24,8 +24,8 @@ from tests.launch.shared_packages import assert_one_warning, make_shared
 from tests.launch.users import ATTACKER, GROUP, VICTIM, Machine, machine
 from tests.unit.doctor_findings import exchanged, places
 from utils.channel import Channel, PeerServer
+from utils.errors import LaunchError
 from utils.host.trust import NotTrusted, may_trust
-from utils.launch_error import LaunchError
 from utils.launch_protocol import REPORT
 from utils.launchers import Placement
 from utils.monitor.hang_report import write_hang_report

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.unit.programs import LAUNCH, ROOT, python
 from utils.distributed import Distributed, setup_distributed
+from utils.errors import LaunchError
 from utils.host import device
-from utils.launch_error import LaunchError
 from utils.startup.address import Rendezvous
 
 

@@ -18,7 +18,7 @@ from tests.unit.programs import ROOT
 from utils.checkpoint import CheckpointError
 from utils.checkpoint.disk import explain
 from utils.checkpoint.entries import StateError
-from utils.launch_error import LaunchError
+from utils.errors import LaunchError
 from utils.log import get_logger, setup_logging
 from utils.monitor import shutdown as failure
 from utils.tools.doctor import doctor_cli as cli

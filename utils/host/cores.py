@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..launch_error import LaunchError
+from ..errors import LaunchError
 from . import process
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..launch_error import LaunchError
+from ..errors import LaunchError
 from .cores import pci_node
 from .masks import MASKS_OF, set_masks
 

@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Collection, Iterable, Sequence
 
-from ..launch_error import LaunchError
+from ..errors import LaunchError
 from . import process
 
 PORT_RANGE = "DDPKIT_PORT_RANGE"  # "20000-20999": listen on these ports only

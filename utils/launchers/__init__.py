@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from ..launch_error import LaunchError as LaunchError
+from ..errors import LaunchError as LaunchError
 from .detect import LAUNCHERS as LAUNCHERS
 from .detect import detect as detect
 from .launcher import Placement as Placement

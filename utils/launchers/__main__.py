@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..launch_error import LaunchError
+from ..errors import LaunchError
 from ..log import print_result
 from .detect import LAUNCHERS, find_launcher
 from .launcher import shown

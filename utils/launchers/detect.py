@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ..errors import LaunchError
 from ..host.process import command_line, parent_pids
-from ..launch_error import LaunchError
 from .launcher import Launcher, Placement, is_set, number, shown
 from .mpi_launchers import MPICH, PALS, PMI, Flux, IntelMPI, OpenMPI, Submitit
 from .rank_variables import INDEPENDENT, RankProcess, rank_process, without_inherited

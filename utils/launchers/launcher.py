@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from ..launch_error import LaunchError
+from ..errors import LaunchError
 from .rank_variables import LAUNCH_RANK
 
 _T = TypeVar("_T")

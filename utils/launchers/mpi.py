@@ -9,7 +9,7 @@ import faulthandler
 import sys
 from types import ModuleType
 
-from ..launch_error import LaunchError
+from ..errors import LaunchError
 from .launcher import Launcher, NameService, NameServiceUnavailable, Placement
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ..errors import LaunchError
 from ..host import process
-from ..launch_error import LaunchError
 from .launcher import Launcher, NameService, Placement, is_set, node_file, number
 
 # The processes, one on each host, that start the ranks. mpiexec itself is not one of them: a user's

@@ -15,7 +15,7 @@ import stat
 import time
 from collections.abc import Mapping
 
-from ..launch_error import LaunchError
+from ..errors import LaunchError
 from . import mpi
 from .launcher import SERVICE, NameService, NameServiceUnavailable, poll
 

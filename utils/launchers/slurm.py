@@ -9,9 +9,9 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping
 
+from ..errors import LaunchError
 from ..host import network
 from ..job.slurm_steps import SPECIAL_STEPS, step_name
-from ..launch_error import LaunchError
 from .launcher import Launcher, Placement, is_set, number, shown
 from .torchrun import unused_allocation
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from ..errors import LaunchError
 from ..host import process
-from ..launch_error import LaunchError
 from ..launch_protocol import EXIT_REQUEUE, Failure, describe, may_have, report_first_cause
 from ..launchers.launcher import Placement
 from ..log import get_logger

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..channel import Channel, Peer, Secret
+from ..errors import LaunchError
 from ..host import network
 from ..host.address_filter import accept_only
-from ..launch_error import LaunchError
 from ..launch_protocol import may_have
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement, poll
 from ..launchers.rank_variables import REQUIRE_SECRET

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..channel import Secret
+from ..errors import LaunchError
 from ..host import network
-from ..launch_error import LaunchError
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement
 from ..launchers.rank_variables import LAUNCH_RANK
 from ..launchers.torchrun import is_stale

@@ -17,8 +17,8 @@ from typing import NamedTuple, cast
 
 from .. import channel
 from ..channel import Channel, Loop, Message, Peer, PeerServer, Secret
+from ..errors import LaunchError
 from ..host import network
-from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from .reports import Assignment, RankReport, did_not_join
 

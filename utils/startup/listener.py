@@ -7,8 +7,8 @@ import os
 import socket
 from collections.abc import Sequence
 
+from ..errors import LaunchError
 from ..host import network
-from ..launch_error import LaunchError
 from .endpoints import Endpoints
 
 _DESCRIPTORS_PER_RANK = 2  # its connections to the start-up exchange and to the store

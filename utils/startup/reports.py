@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from ..errors import LaunchError
 from ..host import network, process
 from ..host.cores import (
     CPU_BIND,
@@ -27,7 +28,6 @@ from ..host.cores import (
     openmp_binding,
     read_topology,
 )
-from ..launch_error import LaunchError
 from ..launchers.launcher import Placement
 from ..launchers.rank_variables import INDEPENDENT, launch_rank, without_set_threads
 

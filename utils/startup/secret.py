@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from ..launch_error import LaunchError
+from ..errors import LaunchError
 from ..launch_protocol import REPORT, parse_address
 from ..launchers.launcher import Placement
 from ..launchers.rank_variables import launch_rank

@@ -18,7 +18,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from ..launch_error import LaunchError
+from ..errors import LaunchError
 from ..launchers.detect import Detection
 from ..launchers.launcher import NameService, Placement, poll
 from .address import Rendezvous

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...distributed import Distributed, setup_distributed
+from ...errors import LaunchError
 from ...gather import gather_json
-from ...launch_error import LaunchError
 from ...log import get_logger, print_result
 from ..cli.arguments import ArgumentParser
 from . import collective_bench as collectives

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ...errors import LaunchError
 from ...host.trust import NotTrusted, make_folder, may_trust
-from ...launch_error import LaunchError
 from ...visible_text import visible
 from .interpreter import KIT
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ...distributed import setup_distributed
-from ...launch_error import LaunchError
+from ...errors import LaunchError
 from ..bench.collective_operations import AllReduce, Participants, time_iterations
 from .checks.collective_calls import RESULT, START_FAILED
 

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from ...launch_error import LaunchError
+from ...errors import LaunchError
 from ...launchers.detect import detect
 from ...log import print_result
 from ...visible_text import visible

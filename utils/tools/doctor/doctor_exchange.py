@@ -20,8 +20,8 @@ from typing import Any
 
 from ... import channel
 from ...channel import Channel, Loop, Message, PeerServer, Secret
+from ...errors import LaunchError
 from ...host import process
-from ...launch_error import LaunchError
 from ...launchers.detect import Detection, find_launcher
 from ...launchers.launcher import Placement
 from ...startup.address import Rendezvous, agree

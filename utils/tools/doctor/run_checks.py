@@ -15,8 +15,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...errors import LaunchError
 from ...job import exclude_file
-from ...launch_error import LaunchError
 from ...launchers.detect import find_launcher
 from ...log import print_result
 from ...visible_text import visible

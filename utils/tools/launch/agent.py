@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from ...channel import Channel, Message
+from ...errors import LaunchError
 from ...host.network import INTERFACE
 from ...host.trust import NotTrusted, may_trust
-from ...launch_error import LaunchError
 from ...launch_protocol import REPORT
 from ..staging import IN_MEMORY
 from .child_processes import Processes

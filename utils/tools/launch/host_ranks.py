@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
+from ...errors import LaunchError
 from ...host.cores import (
     CPU_BIND,
     HostMasks,
@@ -19,7 +20,6 @@ from ...host.cores import (
     read_topology,
 )
 from ...host.gpus import visible_gpu_addresses
-from ...launch_error import LaunchError
 from .child_processes import Processes
 from .launch_plan import Plan
 from .launch_result import print_status

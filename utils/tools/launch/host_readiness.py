@@ -9,9 +9,9 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ...errors import LaunchError
 from ...host import network
 from ...host.socket_owner import socket_owners
-from ...launch_error import LaunchError
 
 _ATTEMPTS = 200
 _COURTESY = 20  # refusals by reservations; from then on those of other users do not count

@@ -15,10 +15,10 @@ import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
+from ...errors import LaunchError
 from ...host.cores import available_cpus
 from ...host.gpus import count_gpus, gpu_vendor
 from ...job.commands import SchedulerError
-from ...launch_error import LaunchError
 from ...launch_protocol import FAILURE_FILE, HANG_TIMEOUT, Failure, may_have
 from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT

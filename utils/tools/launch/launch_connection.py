@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from ... import channel
 from ...channel import Channel, Loop, Message, PeerServer, Secret
+from ...errors import LaunchError
 from ...host import network
 from ...host.cores import name_ranks
-from ...launch_error import LaunchError
 from ...launch_protocol import EARLY, PROBLEM, REPORT, Failure
 from .child_processes import Processes
 from .event_loop import EventLoop

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...errors import LaunchError
 from ...host.trust import may_trust
-from ...launch_error import LaunchError
 from . import remote_shell
 from .bootstrap import module_command
 from .child_processes import HELD, TERMINATE_SECONDS

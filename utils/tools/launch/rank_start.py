@@ -16,8 +16,8 @@ from functools import partial
 from typing import NoReturn
 
 from ...channel import Channel, Message
+from ...errors import LaunchError
 from ...host import process
-from ...launch_error import LaunchError
 from ...launch_protocol import REPORT, parse_address
 from ...launchers.detect import detect
 from ..staging import IN_MEMORY

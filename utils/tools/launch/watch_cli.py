@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ...launch_error import LaunchError
+from ...errors import LaunchError
 from ...launch_protocol import HANG_TIMEOUT
 from ...launchers.detect import find_launcher
 from ..cli.arguments import ArgumentParser

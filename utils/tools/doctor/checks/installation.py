@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ....errors import LaunchError
 from ....host import gpus
 from ....job.commands import SchedulerError
-from ....launch_error import LaunchError
 from ....launchers.detect import find_launcher
 from ....launchers.launcher import shown
 from ....launchers.rank_variables import RANK_VARIABLES

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ....errors import LaunchError
 from ....host import gpus, masks
 from ....host.cores import (
     CPU_BIND,
@@ -26,7 +27,6 @@ from ....host.cores import (
     read_topology,
 )
 from ....job.notation import same_host
-from ....launch_error import LaunchError
 from ....launchers.detect import detect
 from ...schedulers import current_allocation
 from ...schedulers.allocation import AllocationError
