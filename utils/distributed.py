@@ -551,6 +551,10 @@ def watch_collectives(
 
         return watch.make_watch(monitor.own, job.rank, job.world_size, job.backend, seconds, **how)
 
+    if hang_timeout:
+        from .monitor import worker_stacks
+
+        worker_stacks.register()
     if hang_timeout == "auto":
         torch_timeout = group_timeout(dist.group.WORLD)
         if torch_timeout is not None:

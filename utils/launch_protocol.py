@@ -196,7 +196,7 @@ HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds, "auto", or "0" for none
 NOTICE_AFTER = "DDPKIT_NOTICE_AFTER"  # seconds without progress until a line says so; "0": never
 STAGED = "DDPKIT_STAGED"  # "2.1+0.8": seconds of --stage, before this process and in it
 _WITHOUT = "DDPKIT_WITHOUT"
-_EFFECTS = ("variables", "monitor", "excepthook", "atexit", "faulthandler", "filter")
+_EFFECTS = ("variables", "monitor", "excepthook", "atexit", "faulthandler", "filter", "workers")
 
 
 def may_have(effect: str) -> bool:

@@ -1,4 +1,4 @@
-"""A training of 8 ranks on 4 hosts that hangs in 15 ways, or pauses longer than the limit, which is no hang.
+"""A training of 8 ranks on 4 hosts that hangs in 16 ways, or pauses longer than the limit, which is no hang.
 
 The hosts are network namespaces (root). One process imports torch and forks the ranks, which enter their hosts.
 """
@@ -27,6 +27,7 @@ from utils.host import process
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
 ROOT = Path(__file__).resolve().parents[2]
 FROM_OUTSIDE = ("stopped", "cut-host")
+TOGETHER = ("loaders-all",)  # of all ranks
 
 
 # A rank --------------------------------------------------------------------------------------------------------------
@@ -70,6 +71,8 @@ def train(kind: str, limit: float, folder: Path, lost_seconds: int | None, uncha
                 (folder / "fault").touch()
             if now:
                 pause(kind, job, (2 if kind == "busy" else 3) * limit, folder)
+            if now and kind in TOGETHER:
+                go_wrong_together(kind, folder)
             if bad:
                 go_wrong(kind, folder)
             if kind == "pipeline":
@@ -156,9 +159,17 @@ def go_wrong(kind: str, folder: Path) -> None:
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # hang: gil
 
 
+def go_wrong_together(kind: str, folder: Path) -> None:
+    """As go_wrong(), on all ranks."""
+    if kind == "loaders-all":
+        from torch.utils.data import DataLoader
+        for _ in DataLoader([0, 1], num_workers=2, collate_fn=never_return):
+            pass
+
+
 def never_return(_: Any) -> None:
     """As from a file system that does not respond."""
-    threading.Event().wait()
+    threading.Event().wait()  # hang: loaders-all
 
 
 def compute(seconds: float, share: float = 0.4) -> None:

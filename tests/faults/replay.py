@@ -9,16 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from utils.monitor.hang import Group, Position, Work, at_fault, describe, summary
+from utils.monitor.hang import Group, Position, Work, at_fault, describe, summary, unreported, waits
+from utils.monitor.idle import describe_idle
 
 
 def load(path: Path) -> tuple[dict[int, str], dict[int, str], dict[int, Position]]:
     """Return the hosts, the ranks that had left and why, and the positions."""
     saved: dict[str, Any] = json.loads(path.read_text())
     positions = {}
-    for rank, (entered, location, last, work, groups) in saved["positions"].items():
+    for rank, (entered, location, last, work, groups, workers) in saved["positions"].items():
         positions[int(rank)] = Position(entered, location, tuple(last), Work(*work),
-                                        {name: Group(*group) for name, group in groups.items()})
+                                        {name: Group(*group) for name, group in groups.items()}, tuple(workers))
     hosts, departed = ({int(rank): text for rank, text in saved[name].items()} for name in ("hosts", "departed"))
     return hosts, departed, positions
 
@@ -27,6 +28,8 @@ def judge(path: Path) -> tuple[str, set[int]]:
     """Return the cause, and the ranks at fault."""
     hosts, departed, positions = load(path)
     running = [rank for rank in sorted(hosts) if rank not in departed]
+    if not waits(positions, running) and not unreported(positions, running):
+        return describe_idle(positions, hosts, departed), set(positions) if departed else set()
     return describe(positions, hosts, running), at_fault(positions, running)
 
 

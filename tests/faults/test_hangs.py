@@ -16,7 +16,7 @@ from tests.faults.hangs import HangLab, Result
 from tests.faults.replay import judge
 from tests.matrix import with_all
 
-# What a report must contain; LINE is the line of hangs.py that ends with "# hang: KIND".
+# What a report must contain; LINE is the line of hangs.py that ends with "# hang: KIND", WORKER that of loader workers.
 BEHIND = r"rank 5 on h3 .* did not enter collective \d+, .* It is at LINE.*waits in all_reduce of \[\[16\]\]"
 OTHER = r"rank 5 on h3 .* entered a different collective \d+: {0} at LINE.*The other ranks entered {1}"
 LATE = (r"rank 5 on h3 .* did not enter .*collective \d+ of group .*\(ranks {0}\), in which {1}.* "
@@ -30,7 +30,8 @@ KINDS = {
     "stopped": (3.0, r"rank 5 on h3 .* does not respond: its process is stopped by a signal .* at LINE.*all_reduce"),
     "cut-host": (3.0, r"rank 4 on h3 .* network is cut.* rank 5 on h3 .* network is cut.* at LINE.*all_reduce"),
     "endless-loop": (1.5, r"rank 5 on h3 .* is busy \(\d+ % of a core.* at LINE.*\n[^$]*?" + BEHIND),
-    "blocked-loader": (1.5, BEHIND),
+    "blocked-loader": (1.5, BEHIND.replace("LINE", "LINE, and waits for its DataLoader workers at WORKER", 1)),
+    "loaders-all": (1.5, "all ranks wait for their DataLoader workers, which are at LINE$"),
     "blocked-teardown": (1.5, r"rank 5 on h3 .* is idle after the other ranks have left. It is at LINE"),
     "exited": (1.5, r"rank 5 on h3 left .*at LINE.* after \d+ collectives, and other ranks still wait for it"),
     "group-skipped": (1.5, CIRCLE.format(4, 5, "barrier", "4,6-7")),
@@ -45,7 +46,8 @@ KINDS = {
 }
 # tests/unit/test_hang_watch.py and test_late_ranks.py judge positions like those of these.
 IN_TABLES = ("blocked-teardown", "group-skipped", "hsdp", "recv-unsent", "pipeline", "thread")
-BLAMED = {"cut-host": {4, 5}, "group-skipped": set(), "pipeline": set(), "aborted-itself": set()}
+BLAMED = {"cut-host": {4, 5}, "group-skipped": set(), "pipeline": set(), "aborted-itself": set(),
+          "loaders-all": set()}
 UNCHANGED = pytest.mark.parametrize("unchanged", [False, *with_all(True)], ids=["ported", "unchanged"])
 LOST = (r"A host is lost: no response for \d+ s.*\n(?:ddpkit-failure .*\n)?rank 4 on h3 .* does not respond to h1: its "
         r"host is down, .*"
@@ -59,14 +61,21 @@ def hang_lab(need: Callable[[str], Path]) -> Iterator[HangLab]:
         yield lab
 
 
+def marked(kind: str) -> str:
+    """A pattern of the lines of hangs.py that end with "# hang: KIND"."""
+    lines = enumerate(Path(hangs.__file__).read_text().splitlines(), 1)
+    numbers = "|".join(str(number) for number, line in lines if re.search(rf"# hang: {kind}(?![\w-])", line))
+    return rf"[^,]*hangs\.py, line (?:{numbers}), in \w+"
+
+
 def check(result: Result, cause: str, kind: str) -> None:
     """Compare the cause in the report, with its source line, and the ranks that these lines blame."""
-    lines = enumerate(Path(hangs.__file__).read_text().splitlines(), 1)
-    marked = "|".join(str(number) for number, line in lines if re.search(rf"# hang: {kind}(?![\w-])", line))
-    found = re.search(cause.replace("LINE", rf"[^,]*hangs\.py, line ({marked}), in \w+"), result.output)
+    cause = cause.replace("LINE", marked(kind)).replace("WORKER", marked("loaders-all"))
+    found = re.search(cause, result.output, re.MULTILINE)
     assert found, result.output
     lines = re.findall(r"ddpkit-failure (.*)", result.output)
-    at_fault = {"cut-host": {None, 0}, "group-skipped": {None}, "pipeline": {None}}.get(kind, {5})
+    at_fault = {"cut-host": {None, 0}, "group-skipped": {None}, "pipeline": {None},
+                "loaders-all": {None}}.get(kind, {5})
     assert lines and {json.loads(line)["rank"] for line in lines} <= at_fault, result.output  # 0: on the other side
     whole_lines = re.search(r".*" + re.escape(found[0]) + r".*", result.output)
     blames = r"rank (\d) on h\d(?: \(pid \d+\))? (?:did|does|entered|is idle|is in no|left)"
@@ -91,12 +100,13 @@ def explain(hang_lab: HangLab, kind: str, unchanged: bool) -> None:
     assert None not in ended and any(ended) and len(result.remaining) == (kind == "stopped"), result
     if kind == "gil":
         assert re.search(r'^Timeout \(.*\n(.*\n)*? .*hangs\.py", line \d+ in go_wrong', result.output, re.MULTILINE)
+    if kind in ("blocked-loader", "loaders-all"):
+        again, ranks = judge(next(result.folder.glob("hang-*/positions.json")))
+        assert ranks == BLAMED.get(kind, {5}) and again in result.output
     if kind == "blocked-loader":
         files = sorted(result.folder.glob("hang-*/rank[0-9]*.txt"))
         assert [file.name for file in files] == [f"rank{rank}-h{rank // 2 + 1}.txt" for rank in range(8)]
         assert files[5].read_text().partition("Thread MainThread:")[2].lstrip().startswith('File "')
-        again, ranks = judge(files[0].parent / "positions.json")
-        assert ranks == {5} and again in result.output
         hung, waiting = files[5].read_text(), files[0].read_text()
         assert "hangs.py" in hung and " in go_wrong" in hung and "all_reduce of [[16]]" in hung
         assert "NOT ENDED, at " in waiting and "NOT ENDED" not in hung

@@ -68,6 +68,9 @@ class Position(NamedTuple):
     last: tuple[Collective, ...] = ()  # the last collectives, oldest first; empty if unknown
     work: Work = Work()
     groups: Mapping[str, Group] = {}  # by their names in Collective
+    # Lines of the DataLoader workers that the main thread waits for, "" for unknown ones; empty
+    # where it waits for none.
+    workers: tuple[str, ...] = ()
 
 
 class Wait(NamedTuple):
@@ -99,15 +102,16 @@ def user_frame(frames: Iterable[tuple[str, int, str]]) -> str:
     frames: file, line and function, innermost first.
     """
     found = list(frames)
-    chosen = next((frame for frame in found if not _is_of_library(frame[0])), None)
+    chosen = next((frame for frame in found if is_in_user_code(frame[0])), None)
     file, line, function = chosen or (found[0] if found else ("", 0, ""))
     return f"{file}, line {line}, in {function}" if file else ""
 
 
-def _is_of_library(file: str) -> bool:
+def is_in_user_code(file: str) -> bool:
+    """Whether a file of a frame is in no library, neither of Python nor of torch or the kit."""
     # torch may be in the site-packages of a module of the cluster, not of this Python.
     is_installed = "/site-packages/" in file or "/dist-packages/" in file
-    return is_installed or file.startswith(_libraries())
+    return not is_installed and not file.startswith(_libraries())
 
 
 @functools.cache
@@ -238,7 +242,7 @@ def _describe_late(
     # With a GPU, a rank may wait in several of a group: the first of each group is shown.
     collectives.sort(key=lambda call: -call["number"])
     calls = list({call["group"]: call for call in collectives}.values())[:-4:-1]
-    location = positions[rank].location
+    location = f"{positions[rank].location}{describe_workers(positions[rank])}"
     if not calls:
         first, call = by[0][0], by[0][1].call
         return (
@@ -256,10 +260,20 @@ def _describe_late(
         who = f"{name_ranks(members)} wait{'s' * (len(members) == 1)}"
         shown.append(f"{_number(call)}, in which {who}")
     group = positions[rank].groups.get(calls[0]["group"])
-    return (
-        f"rank {rank} on {hosts[rank]} did not enter {', and '.join(shown)}. It is at "
-        f"{(group and group.location) or location}"
-    )
+    number = ", and ".join(shown)
+    if group and group.location not in ("", positions[rank].location):  # of another thread
+        location = group.location
+    return f"rank {rank} on {hosts[rank]} did not enter {number}. It is at {location}"
+
+
+def describe_workers(position: Position) -> str:
+    """Return the DataLoader workers that a rank waits for, to follow its line; "" for none."""
+    if not position.workers:
+        return ""
+    known = [line for line in position.workers if line]
+    if not known:
+        return ", and waits for its DataLoader workers, whose lines are not known"
+    return f", and waits for its DataLoader workers at {' and '.join(known)}"
 
 
 def _describe_unknown(
@@ -382,7 +396,8 @@ def summary(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
             if pending
             else (f"{position.collectives} collectives entered, in none")
         )
-        places.setdefault((doing, position.location), []).append(rank)
+        location = f"{position.location}{describe_workers(position)}"
+        places.setdefault((doing, location), []).append(rank)
     lines = []
     for (doing, location), ranks in places.items():
         names = ", ".join(dict.fromkeys(hosts[rank].partition(" ")[0] for rank in ranks[:64]))

@@ -32,6 +32,7 @@ from .hang import (
     waits,
 )
 from .positions import BUSY_FACTOR, HangWatch, Heartbeat
+from .worker_lines import worker_lines
 
 if TYPE_CHECKING:
     from .monitor import Monitor
@@ -80,13 +81,14 @@ class Inspection:
                 self._ask_states(filter(self.watch.has_missed_beats, self._decisions.running()))
             reply({"kind": "position", "position": self._position(message["ends"])})
         elif kind == "position" and message["position"]:
-            entered, location, last, work, groups = message["position"]
+            entered, location, last, work, groups, workers = message["position"]
             self._decisions.positions[rank] = Position(
                 entered,
                 location,
                 tuple(last),
                 Work(*work),
                 {name: Group(*group) for name, group in groups.items()},
+                tuple(workers),
             )
 
     def _position(self, ends: bool) -> Position | None:
@@ -98,7 +100,8 @@ class Inspection:
         if last and self._monitor.collective_failed:  # an exception has ended the wait
             last[-1]["blocks"] = True
         work = Work(*work_done())
-        return Position(entered, main_thread_location(), tuple(last), work, groups)
+        location = main_thread_location()
+        return Position(entered, location, tuple(last), work, groups, worker_lines())
 
     # Silent ranks --------------------------------------------------------------------------------
 

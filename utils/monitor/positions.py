@@ -23,6 +23,7 @@ from .hang import (
     unreported,
     waits,
 )
+from .idle import describe_idle
 
 BUSY_FACTOR = 3
 BUSY_CPU = 0.2  # of a core
@@ -223,7 +224,7 @@ class HangWatch:
         running = [rank for rank in sorted(hosts) if rank not in departed]
         missing = unreported(positions, running)
         if self._none_waits(positions, running):
-            return self._describe_idle(positions, hosts, departed)
+            return describe_idle(positions, hosts, departed)
         causes = (
             cause
             for rank, cause in departed.items()
@@ -305,25 +306,6 @@ class HangWatch:
                     f". Its last report: {beat.entered} collectives entered, at {beat.location}"
                 )
         return known
-
-    def _describe_idle(
-        self,
-        positions: Mapping[int, Position],
-        hosts: Mapping[int, str],
-        departed: Mapping[int, str],
-    ) -> str:
-        shown = sorted(positions.items())[:8]
-        if departed or len(positions) == 1:
-            after = " after the other ranks have left" if departed else ""
-            return "; ".join(
-                f"rank {rank} on {hosts[rank]} is idle{after}. It is at {position.location}"
-                for rank, position in shown
-            )
-        places = (f"rank {rank} on {hosts[rank]} is at {place.location}" for rank, place in shown)
-        return (
-            "which rank is wrong cannot be told: all are idle, and none waits in a collective. "
-            f"torch does not record gloo's sends and receives. {'; '.join(places)}"
-        )
 
 
 def _entered(position: Position) -> tuple[object, ...]:

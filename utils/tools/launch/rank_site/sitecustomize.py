@@ -204,7 +204,7 @@ def _wrap(module):
         if not _is_rank():
             _say_unwatched(module.get_rank(), module.get_world_size())
         elif not _current:
-            _record_exits()
+            _prepare()
             place = module.get_rank(), module.get_world_size(), module.get_backend()
             _current.append(_Watch(module._get_default_store(), *place))
         return result
@@ -233,10 +233,12 @@ def _say_unwatched(rank, world_size):
         )
 
 
-def _record_exits():
-    """See also a script that ends while its watch is being set up."""
+def _prepare():
+    """See also what a script does while its watch is being set up: it ends, or starts workers."""
     try:
         _load("monitor.exit_calls").record()
+        if os.environ.get(HANG_TIMEOUT) != "0":
+            _load("monitor.worker_stacks").register()
     except Exception:  # without the line of sys.exit() then
         pass
 
