@@ -1,4 +1,4 @@
-"""A training of 8 ranks on 4 hosts that hangs in 16 ways, or pauses longer than the limit, which is no hang.
+"""A training of 8 ranks on 4 hosts that hangs in 18 ways, or pauses longer than the limit, which is no hang.
 
 The hosts are network namespaces (root). One process imports torch and forks the ranks, which enter their hosts.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import importlib.util
 import json
 import os
@@ -27,7 +28,7 @@ from utils.host import process
 BAD, BAD_HOST, RANKS, STEPS, FAULT_STEP = 5, "h3", 8, 40, 20
 ROOT = Path(__file__).resolve().parents[2]
 FROM_OUTSIDE = ("stopped", "cut-host")
-TOGETHER = ("loaders-all",)  # of all ranks
+TOGETHER = ("loaders-all", "polls", "polls-lock")  # of all ranks
 
 
 # A rank --------------------------------------------------------------------------------------------------------------
@@ -165,6 +166,22 @@ def go_wrong_together(kind: str, folder: Path) -> None:
         from torch.utils.data import DataLoader
         for _ in DataLoader([0, 1], num_workers=2, collate_fn=never_return):
             pass
+    while kind == "polls" and not (folder / "never").exists():
+        time.sleep(0.05)  # hang: polls
+    if kind == "polls-lock":
+        mine, taken = (os.open(folder, os.O_RDONLY) for _ in range(2))
+        with contextlib.suppress(BlockingIOError):  # another rank has it: none of them releases it
+            fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take(mine)
+
+
+def take(file: int) -> None:
+    """Take a lock that is never released, as libraries do that look for it again and again."""
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)  # hang: polls-lock
 
 
 def never_return(_: Any) -> None:

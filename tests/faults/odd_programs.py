@@ -85,6 +85,13 @@ train(model)
 compute()
 train(model)
 """),
+    "all ranks look for a file": Odd("""\
+train(model)
+end = time.monotonic() + 2 * 4
+while time.monotonic() < end and not os.path.exists("result"):
+    time.sleep(0.05)
+train(model)
+"""),
     "objects": Odd("""\
 for step in range(5):
     got = [None, None]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from utils.monitor.hang import Group, Position, Work, at_fault, describe, summary, unreported, waits
+from utils.monitor.hang import Group, Position, Stay, Work, at_fault, describe, summary, unreported, waits
 from utils.monitor.idle import describe_idle
 
 
@@ -17,9 +17,10 @@ def load(path: Path) -> tuple[dict[int, str], dict[int, str], dict[int, Position
     """Return the hosts, the ranks that had left and why, and the positions."""
     saved: dict[str, Any] = json.loads(path.read_text())
     positions = {}
-    for rank, (entered, location, last, work, groups, workers) in saved["positions"].items():
+    for rank, (entered, location, last, work, groups, workers, stay) in saved["positions"].items():
         positions[int(rank)] = Position(entered, location, tuple(last), Work(*work),
-                                        {name: Group(*group) for name, group in groups.items()}, tuple(workers))
+                                        {name: Group(*group) for name, group in groups.items()}, tuple(workers),
+                                        Stay(*stay))
     hosts, departed = ({int(rank): text for rank, text in saved[name].items()} for name in ("hosts", "departed"))
     return hosts, departed, positions
 

@@ -23,6 +23,7 @@ LATE = (r"rank 5 on h3 .* did not enter .*collective \d+ of group .*\(ranks {0}\
         r"It is at LINE.*Rank \d waits in")
 CIRCLE = (r"which rank is wrong cannot be told: .*rank {0} on h\d \S+ \d+\) waits for ranks? {1} in {2}.* at LINE.*; "
           "rank 5 on h3 .* waits for ranks? {3}")
+POLLS = r"all ranks have been at LINE for (?:[4-9]|1\d|20) s, without a collective"
 # For each kind the limit in seconds, and the cause; the ranks that it blames are 5 but for those of BLAMED.
 KINDS = {
     "skipped-collective": (1.5, OTHER.format(r"all_reduce of \[\[16\]\]", "barrier at")),
@@ -32,6 +33,7 @@ KINDS = {
     "endless-loop": (1.5, r"rank 5 on h3 .* is busy \(\d+ % of a core.* at LINE.*\n[^$]*?" + BEHIND),
     "blocked-loader": (1.5, BEHIND.replace("LINE", "LINE, and waits for its DataLoader workers at WORKER", 1)),
     "loaders-all": (1.5, "all ranks wait for their DataLoader workers, which are at LINE$"),
+    "polls": (1.5, POLLS), "polls-lock": (1.5, POLLS),
     "blocked-teardown": (1.5, r"rank 5 on h3 .* is idle after the other ranks have left. It is at LINE"),
     "exited": (1.5, r"rank 5 on h3 left .*at LINE.* after \d+ collectives, and other ranks still wait for it"),
     "group-skipped": (1.5, CIRCLE.format(4, 5, "barrier", "4,6-7")),
@@ -47,7 +49,7 @@ KINDS = {
 # tests/unit/test_hang_watch.py and test_late_ranks.py judge positions like those of these.
 IN_TABLES = ("blocked-teardown", "group-skipped", "hsdp", "recv-unsent", "pipeline", "thread")
 BLAMED = {"cut-host": {4, 5}, "group-skipped": set(), "pipeline": set(), "aborted-itself": set(),
-          "loaders-all": set()}
+          "loaders-all": set(), "polls": set(), "polls-lock": set()}
 UNCHANGED = pytest.mark.parametrize("unchanged", [False, *with_all(True)], ids=["ported", "unchanged"])
 LOST = (r"A host is lost: no response for \d+ s.*\n(?:ddpkit-failure .*\n)?rank 4 on h3 .* does not respond to h1: its "
         r"host is down, .*"
@@ -74,8 +76,7 @@ def check(result: Result, cause: str, kind: str) -> None:
     found = re.search(cause, result.output, re.MULTILINE)
     assert found, result.output
     lines = re.findall(r"ddpkit-failure (.*)", result.output)
-    at_fault = {"cut-host": {None, 0}, "group-skipped": {None}, "pipeline": {None},
-                "loaders-all": {None}}.get(kind, {5})
+    at_fault = {"cut-host": {None, 0}, "aborted-itself": {5}}.get(kind, BLAMED.get(kind, {5}) or {None})
     assert lines and {json.loads(line)["rank"] for line in lines} <= at_fault, result.output  # 0: on the other side
     whole_lines = re.search(r".*" + re.escape(found[0]) + r".*", result.output)
     blames = r"rank (\d) on h\d(?: \(pid \d+\))? (?:did|does|entered|is idle|is in no|left)"
@@ -100,7 +101,7 @@ def explain(hang_lab: HangLab, kind: str, unchanged: bool) -> None:
     assert None not in ended and any(ended) and len(result.remaining) == (kind == "stopped"), result
     if kind == "gil":
         assert re.search(r'^Timeout \(.*\n(.*\n)*? .*hangs\.py", line \d+ in go_wrong', result.output, re.MULTILINE)
-    if kind in ("blocked-loader", "loaders-all"):
+    if kind in ("blocked-loader", "loaders-all", "polls"):
         again, ranks = judge(next(result.folder.glob("hang-*/positions.json")))
         assert ranks == BLAMED.get(kind, {5}) and again in result.output
     if kind == "blocked-loader":

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from utils.monitor.hang import Collective, Group, Position, ProcessState, Work, describe
+from utils.monitor.hang import Collective, Group, Position, ProcessState, Stay, Work, describe
 from utils.monitor.positions import HangWatch, Heartbeat
+from utils.monitor.stay import StayWatch
 
 HOSTS = {rank: f"h{rank} (pid {rank + 100})" for rank in range(4)}
 
@@ -78,6 +79,50 @@ def test_cause_in_positions(inspections: Sequence[list[Position] | dict[int, Pos
                             cause: str) -> None:
     found = cause_found(inspections, recorded)
     assert re.fullmatch(cause, found, re.DOTALL), found
+
+
+def polling(seconds: float, line: int = 40, **work: Any) -> Position:
+    """A rank that has looked for a file twenty times a second, for so long."""
+    done = Work(**{"cpu_seconds": 0.02 * seconds, "wakeups": int(20 * seconds), **work})
+    return position(7)._replace(work=done, stay=Stay(seconds, f"train.py, line {line}, in wait_for_file"))
+
+
+def test_ranks_that_all_poll_have_three_limits() -> None:
+    times = [50.0 * number for number in range(1, 7)]
+    found = cause_found([[polling(time)] * 4 for time in times], True)
+    assert found == "all ranks have been at train.py, line 40, in wait_for_file for 300 s, without a collective"
+    assert cause_found([[polling(time)] * 4 for time in times[:5]], True) == ""
+    found = cause_found([[polling(time), *[polling(time, 41)] * 3] for time in times], True)
+    assert re.fullmatch(r"which rank is wrong cannot be told: .* none waits in a collective.*line 7, in main.*", found)
+
+
+@pytest.mark.parametrize("other", [
+    lambda time: polling(time, cpu_seconds=0.15 * time),  # it works a little
+    lambda time: polling(time, megabytes=0.3 * time),
+    lambda time: polling(time, waits_for_disk=time == 150.0),
+    lambda time: polling(time)._replace(stay=Stay(90.0, "train.py, line 40, in wait_for_file")),  # it walks about
+    lambda time: position(8 if time > 50.0 else 7, work=0.02 * time),  # it has entered a collective
+])
+def test_ranks_do_not_poll_where_one_does_more(other: Any) -> None:
+    found = cause_found([[*[polling(time)] * 3, other(time)] for time in (50.0 * number for number in range(1, 7))],
+                        True)
+    assert found == ""
+
+
+def test_a_rank_that_sleeps_is_idle_after_one_limit() -> None:
+    assert "none waits in a collective" in cause_found([[position(7)] * 4] * 2, True)
+
+
+def test_a_stay_is_at_few_places() -> None:
+    """Of a loop that polls; an import has many at one line of the script."""
+    stays = StayWatch()
+    assert stays.stay(3.0) == Stay()
+    for time in range(10, 20):
+        stays.add(time, "train.py, line 5, in <module>", f"importlib.py:{time}")
+    assert stays.stay(20.0) == Stay(7.0, "train.py, line 5, in <module>")  # since the last of the places but six
+    for time in range(20, 60):
+        stays.add(time, "train.py, line 40, in wait", "train.py:wait" if time % 3 else "pathlib.py:exists")
+    assert stays.stay(60.0) == Stay(45.0, "train.py, line 40, in wait")
 
 
 def test_rank_that_is_busy_in_native_code_is_no_hang() -> None:

@@ -164,14 +164,15 @@ class Schedule(NamedTuple):
 
     run_seconds: float  # on a core
     ready_seconds: float  # waiting for a core
+    runs: int  # how often it was given a core
 
 
 def schedule(thread_id: int, pid: int | str = "self") -> Schedule:
     """Return how a thread has been scheduled; zeros where /proc does not show it."""
     fields = read(f"/proc/{pid}/task/{thread_id}/schedstat").split()  # in nanoseconds
     if len(fields) != 3:
-        return Schedule(0.0, 0.0)
-    return Schedule(int(fields[0]) / 1e9, int(fields[1]) / 1e9)
+        return Schedule(0.0, 0.0, 0)
+    return Schedule(int(fields[0]) / 1e9, int(fields[1]) / 1e9, int(fields[2]))
 
 
 # This host ---------------------------------------------------------------------------------------
@@ -198,8 +199,9 @@ def namespace(kind: str) -> str:
         return ""
 
 
-def work_done() -> tuple[float, float, bool]:
-    """Return CPU seconds, megabytes of I/O, and whether a thread of this process waits for a disk.
+def work_done() -> tuple[float, float, bool, int]:
+    """Return CPU seconds, megabytes of I/O, whether a thread of this process waits for a disk, and
+    how often its main thread was woken up.
 
     The first two include all descendants. CPU seconds include the time in which
     other Python threads of this process waited for a core. They decrease when a thread or a child
@@ -218,7 +220,7 @@ def work_done() -> tuple[float, float, bool]:
         amounts = (line.partition(b": ") for line in read(f"/proc/{pid}/io").splitlines())
         megabytes += sum(int(n) for key, _, n in amounts if key in (b"rchar", b"wchar")) / 1e6
     states = (stat(f"/proc/self/task/{thread}")[1][:1] for thread in thread_ids())
-    return seconds, megabytes, ["D"] in states
+    return seconds, megabytes, ["D"] in states, schedule(os.getpid()).runs
 
 
 def environment(pid: int) -> dict[bytes, bytes]:

@@ -51,6 +51,7 @@ class Work(NamedTuple):
     cpu_seconds: float = 0.0
     megabytes: float = 0.0  # read and written
     waits_for_disk: bool = False  # now
+    wakeups: int = 0  # of the rank's main thread
 
 
 class ProcessState(NamedTuple):
@@ -58,6 +59,13 @@ class ProcessState(NamedTuple):
 
     why_stopped: str  # "stopped by a signal (SIGSTOP or SIGTSTP)"; "" where it runs
     cpu_seconds: float  # of its main thread
+
+
+class Stay(NamedTuple):
+    """How long a main thread has been at the same few lines."""
+
+    seconds: float = 0.0
+    location: str = ""  # where it was most often
 
 
 class Position(NamedTuple):
@@ -71,6 +79,7 @@ class Position(NamedTuple):
     # Lines of the DataLoader workers that the main thread waits for, "" for unknown ones; empty
     # where it waits for none.
     workers: tuple[str, ...] = ()
+    stay: Stay = Stay()
 
 
 class Wait(NamedTuple):

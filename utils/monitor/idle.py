@@ -24,6 +24,10 @@ def describe_idle(
         )
     if all(position.workers for position in positions.values()):
         return f"all ranks wait for their DataLoader workers, {_describe_workers(positions)}"
+    lines = {position.stay.location for position in positions.values()}
+    if len(lines) == 1 and (line := lines.pop()):
+        seconds = min(position.stay.seconds for position in positions.values())
+        return f"all ranks have been at {line} for {seconds:.0f} s, without a collective"
     each = (f"rank {rank} on {hosts[rank]} is at {place}" for rank, place in places.items())
     return (
         "which rank is wrong cannot be told: all are idle, and none waits in a collective. "

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from .hang import (
     Group,
     Position,
     ProcessState,
+    Stay,
     Work,
     at_fault,
     main_thread_location,
@@ -32,6 +34,7 @@ from .hang import (
     waits,
 )
 from .positions import BUSY_FACTOR, HangWatch, Heartbeat
+from .stay import StayWatch, sample
 from .worker_lines import worker_lines
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class Inspection:
         self.watch: HangWatch | None = None
         self._monitor, self._decisions = monitor, monitor.decisions
         self._next_beat = time.monotonic()
+        self._stays = StayWatch()  # of the main thread
         self._since: float | None = None  # when the positions were requested
         self._is_pause = False  # for a line about a pause, which ends nothing
         self._positions_at_hang: dict[int, Position] = {}  # these show a hang
@@ -81,7 +85,7 @@ class Inspection:
                 self._ask_states(filter(self.watch.has_missed_beats, self._decisions.running()))
             reply({"kind": "position", "position": self._position(message["ends"])})
         elif kind == "position" and message["position"]:
-            entered, location, last, work, groups, workers = message["position"]
+            entered, location, last, work, groups, workers, stay = message["position"]
             self._decisions.positions[rank] = Position(
                 entered,
                 location,
@@ -89,6 +93,7 @@ class Inspection:
                 Work(*work),
                 {name: Group(*group) for name, group in groups.items()},
                 tuple(workers),
+                Stay(*stay),
             )
 
     def _position(self, ends: bool) -> Position | None:
@@ -101,7 +106,8 @@ class Inspection:
             last[-1]["blocks"] = True
         work = Work(*work_done())
         location = main_thread_location()
-        return Position(entered, location, tuple(last), work, groups, worker_lines())
+        stay = self._stays.stay(time.monotonic())
+        return Position(entered, location, tuple(last), work, groups, worker_lines(), stay)
 
     # Silent ranks --------------------------------------------------------------------------------
 
@@ -154,7 +160,10 @@ class Inspection:
     def _send_beat(self) -> Heartbeat:
         own = self._monitor.own
         entered = own.entered_collectives() or 0
-        beat = Heartbeat(own.progress(), entered, main_thread_location())
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        location, running = sample(frame)
+        self._stays.add(time.monotonic(), location, running)
+        beat = Heartbeat(own.progress(), entered, location or "an unknown location")
         self._monitor.send_all({"kind": "beat", **beat._asdict()})
         return beat
 

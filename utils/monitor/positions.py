@@ -2,7 +2,8 @@
 
 A hang is a time without progress in which ranks wait in a collective, or in which all ranks are
 idle. A pause in which all ranks compute, read or write is none. If the rank that the others wait
-for does so, it is busy, and the job has BUSY_FACTOR times the limit.
+for does so, it is busy, and the job has BUSY_FACTOR times the limit. It has as much where all ranks
+poll: their main threads wake up again and again, at the same few lines, and hardly work.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _BUSY_MEGABYTES = 1.0  # per second
 _IDLE_CPU = 0.01  # seconds of CPU per second
 _INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
 _IDLE_MEGABYTES = 1.0  # read and written between two inspections
+_IDLE_WAKEUPS = 2.0  # of the main thread per second
+_POLLING = 0.1  # of a core, and megabytes per second, of a rank that looks for something
 # Within the limit: what a stopped process does not read must not fill its kernel's buffer, which
 # holds a thousand and more.
 _MOST_HEARTBEATS = 300
@@ -91,6 +94,7 @@ class HangWatch:
         self._first: dict[int, Position] = {}  # positions at the first inspection
         self._first_states: dict[int, ProcessState] = {}
         self._first_time = 0.0
+        self._worked_at = self._last_progress  # when a rank was seen to work, or to wait
         self._busy: dict[int, str] = {}  # ranks and what they work with
         self._silent: dict[int, tuple[str, bool]] = {}  # state of these ranks; whether busy
         self._notice_after = notice_after
@@ -176,8 +180,14 @@ class HangWatch:
                 rank in first and _is_idle(first[rank], position, elapsed)
                 for rank, position in positions.items()
             )
-            is_hang = is_idle and not self.before_torch
+            if missing or not all(
+                rank in first and _is_quiet(first[rank], position, elapsed)
+                for rank, position in positions.items()
+            ):
+                self._worked_at = self._clock()
+            is_hang = (is_idle or self._all_poll(positions)) and not self.before_torch
             return self.describe(positions, hosts, departed) if is_hang else ""
+        self._worked_at = self._clock()
         if self.before_torch and not self._ends_soon(waiting, positions):
             return ""
         awaited = set(late(positions, running))
@@ -236,6 +246,12 @@ class HangWatch:
         cause = describe(positions, hosts, running, self._describe_silent(missing, hosts))
         return cause + "".join(f". Rank {rank} is {use}" for rank, use in self._busy.items())
 
+    def _all_poll(self, positions: Mapping[int, Position]) -> bool:
+        """Whether all ranks have been at the same few lines for long, and have hardly worked."""
+        longest = BUSY_FACTOR * self.limit
+        shortest = min(position.stay.seconds for position in positions.values())
+        return min(self._clock() - self._worked_at, shortest) >= longest
+
     def _ends_soon(
         self, waiting: Mapping[int, list[Wait]], positions: Mapping[int, Position]
     ) -> bool:
@@ -284,7 +300,7 @@ class HangWatch:
 
     def restart(self) -> None:
         """Begin the limit again: there is progress, or this process did not run for a while."""
-        self._last_progress = self._clock()
+        self._last_progress = self._worked_at = self._clock()
         self._first = {}
         self._noticed = False
         self._pauses_told = 0
@@ -317,7 +333,17 @@ def _is_idle(before: Position, now: Position, seconds: float) -> bool:
     cpu, megabytes = _difference(before, now)
     # The numbers shrink when a child process ends, which is work, too.
     quiet = abs(cpu) < _INSPECTION_CPU + _IDLE_CPU * seconds and abs(megabytes) < _IDLE_MEGABYTES
-    return quiet and not now.work.waits_for_disk
+    wakeups = now.work.wakeups - before.work.wakeups  # a rank that looks for something has more
+    return quiet and not now.work.waits_for_disk and wakeups <= 2 + _IDLE_WAKEUPS * seconds
+
+
+def _is_quiet(before: Position, now: Position, seconds: float) -> bool:
+    """Whether a rank has worked as little as one that looks for something again and again."""
+    cpu, megabytes = map(abs, _difference(before, now))
+    quiet = cpu < _INSPECTION_CPU + _POLLING * seconds
+    return (
+        quiet and megabytes < _IDLE_MEGABYTES + _POLLING * seconds and not now.work.waits_for_disk
+    )
 
 
 def _use(before: Position, now: Position, seconds: float) -> str:

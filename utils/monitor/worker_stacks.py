@@ -16,8 +16,8 @@ import signal
 import tempfile
 from multiprocessing import util
 
-from ..launch_protocol import may_have
 from ..host import process
+from ..launch_protocol import may_have
 
 _NAME = "ddpkit-stack"
 FILE = re.compile(rf"{_NAME}-(\d+)\b")  # in a link: "/memfd:ddpkit-stack-57 (deleted)"
