@@ -385,6 +385,90 @@ def test_parameters_whose_order_cannot_be_checked_are_said_once(
     assert len(said) == bool(unchecked) and all(f"of {unchecked}:" in text for text in said)
 
 
+class Average(nn.Module):
+    """A module of a user, which counts and remembers outside of its state_dict()."""
+
+    def __init__(self, *, extra: bool = False) -> None:
+        super().__init__()
+        self.average, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.num_updates, self.decay, self.eps, self.is_warm = 0, 0.9, 1e-6, False
+        self.max_seq_len_cached, self._calls = 16, 0
+        self.extra = extra
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"step": self.num_updates} if self.extra else {}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.num_updates = state.get("step", 0)
+
+    def update(self) -> None:
+        self.num_updates, self._calls, self.is_warm = self.num_updates + 1, self._calls + 1, True
+        self.max_seq_len_cached *= 2
+        self.norm(self.average(torch.ones(2, 2)))
+
+
+def counters_said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records if "attribute)" in record.getMessage()]
+    return [text.partition(": ")[0].removeprefix("the saved state lacks ") for text in texts]
+
+
+def train_and_save(folder: Path, state: dict[str, Any], average: Average, *, saves: int, loads: bool,
+                   **entries: Callable[[Average], Any]) -> None:
+    with Checkpointer(folder) as checkpoints:
+        for name, entry in entries.items():
+            state[name] = entry(average)
+        if loads:
+            checkpoints.load_latest(state)
+        for step in range(1, saves + 1):
+            average.update()
+            for name, entry in entries.items():
+                state[name] = entry(average)
+            checkpoints.save(step, state)
+
+
+@pytest.mark.parametrize(("loads", "saves", "expected"), [
+    (True, 3, ["ema.num_updates (an int attribute)"]), (True, 1, ["ema.num_updates (an int attribute)"]),
+    (False, 3, ["ema.num_updates (an int attribute)"]), (False, 1, [])])
+def test_a_counter_that_no_state_has_is_said_once(
+        loads: bool, saves: int, expected: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    average = Average()
+    optimizer = torch.optim.Adam(average.parameters())
+    optimizer.step()
+    state = {"ema": average, "optimizer": optimizer, "scheduler": lr_scheduler.StepLR(optimizer, 5)}
+    train_and_save(tmp_path, state, average, saves=saves, loads=loads, step=lambda average: average.num_updates)
+    assert counters_said(caplog) == expected
+
+
+def test_counters_inside_wrapped_models_are_named_by_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    average = Average()
+    state = {"models": [torch.compile(nn.Sequential(nn.Linear(2, 2), average))]}
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in range(2):
+            average.decay /= 2
+            checkpoints.save(step, state)
+    assert counters_said(caplog) == ["models/0.1.decay (a float attribute)"]
+
+
+@pytest.mark.parametrize("entries", [
+    {"num_updates": lambda average: average.num_updates}, {"averaged": lambda average: [0, average.num_updates]},
+    {"ema_step": lambda average: torch.tensor(average.num_updates)},
+    {"rank": lambda average: PerRank({"count": average.num_updates})},
+    {"other": lambda average: Saved({"n": average.num_updates})}])
+def test_counters_that_the_state_has_elsewhere_are_not_said(
+        entries: dict[str, Callable[[Average], Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    average = Average()
+    train_and_save(tmp_path, {"ema": average, "step": 0}, average, saves=3, loads=True, **entries)
+    assert counters_said(caplog) == []
+
+
+def test_counters_of_an_extra_state_are_not_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    average = Average(extra=True)
+    train_and_save(tmp_path, {"ema": average}, average, saves=2, loads=True)
+    resumed = Average(extra=True)
+    train_and_save(tmp_path / "2", {"ema": resumed, "step": 0}, resumed, saves=2, loads=True)
+    assert counters_said(caplog) == []
+
+
 # Files that somebody has changed --------------------------------------------------------------------------------------
 
 TOO_DEEP: Any = functools.reduce(lambda tree, _: {"tuple": [tree]}, range(120), [])

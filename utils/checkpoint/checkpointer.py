@@ -21,6 +21,7 @@ from ..consistency import training_watch
 from ..coordination import CoordinationError, StoreCommunicator
 from ..launch_protocol import report_checkpoint
 from ..log import get_logger
+from .counters import UnsavedCounters
 from .entries import StateError, check_state, unwrap, walk
 from .folder import CheckpointFolder, Retention, folder_problem, report_folder
 from .format import Manifest, slice_name
@@ -138,6 +139,7 @@ class Checkpointer:
         self._calls = CallsOfAllRanks(self._ranks)
         self._turn = 0  # number of saves and loads, the same on all ranks
         self._snapshot = Snapshot()
+        self._counters = UnsavedCounters()
         self._own_part_written = threading.Event()
         # Not Thread.join(): where a signal handler raises in it, the thread counts as ended.
         self._ended = threading.Event()  # the save in flight, well or not
@@ -292,6 +294,7 @@ class Checkpointer:
 
         packed = pack(state, replicated_parameters(state))
         self._check_once(state)
+        self._check_counters(state, packed, step)
         rank = self._ranks.rank
         share = share_out(packed, rank, self._ranks.world_size)
         sample = ReplicaSample(packed)
@@ -345,6 +348,16 @@ class Checkpointer:
                 "they come in the same order. Put the model into the state, or give the optimizer "
                 "model.named_parameters()",
                 ", ".join(unchecked),
+            )
+
+    def _check_counters(self, state: Any, packed: Packed, step: int) -> None:
+        """Log the numbers that change in training, and are not saved."""
+        if self._ranks.rank == 0 and (unsaved := self._counters.find(state, packed, step)):
+            _log.warning(
+                "the saved state lacks %s: after a resume it starts at its initial value, unless "
+                "the script sets it. Make it a buffer, return it from get_extra_state() of its "
+                "module, or put it into the state",
+                ", ".join(unsaved),
             )
 
     def _start(self, job: SaveJob | RefusedJob) -> None:
@@ -490,7 +503,10 @@ class Checkpointer:
             loaded = load_newest(topic, self._ranks, self._folder, load_from, step)
         except CoordinationError as error:
             raise CheckpointError(f"cannot load from {self.folder}: {error}") from error
-        return None if loaded is None else restore(loaded, self._ranks, self._folder)
+        found = None if loaded is None else restore(loaded, self._ranks, self._folder)
+        if self._ranks.rank == 0:
+            self._counters.note(state)
+        return found
 
 
 def _digest_of_shapes(step: int, packed: Packed, sharded: dict[str, int]) -> str:
