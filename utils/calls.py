@@ -29,8 +29,17 @@ class CallsOfAllRanks:
     a step has ended.
     """
 
-    def __init__(self, ranks: StoreCommunicator) -> None:
+    def __init__(self, ranks: StoreCommunicator, *, of_steps: bool = False) -> None:
+        """of_steps: every step has the call, and a rank without a batch has neither.
+
+        Then all ranks call report_steps() again and again, from any thread.
+        """
         self._ranks = ranks
+        self._of_steps = of_steps
+        self._first_step = _steps_of_optimizers()
+        self._has_stepped = False  # and has reported it
+        self._stepping = 0  # number of ranks that have reported it
+        self._cleared = 0  # that number when all of them had called
         self._topic = ""  # of the last call
         self._is_open = False  # whether a rank may not have called
         self._entered = 0  # collectives of the default group, at the last step
@@ -59,6 +68,14 @@ class CallsOfAllRanks:
             with contextlib.suppress(CoordinationError):
                 self._ranks.report("closed", True, len)
 
+    def report_steps(self) -> None:
+        """Report once that this rank makes steps, so that it has to call."""
+        if self._ranks.rank == 0 or self._has_stepped or self._topic:
+            return
+        if _steps_of_optimizers() - self._first_step >= _STEPS:
+            self._has_stepped = True
+            self._ranks.report("stepped", True, len)
+
     def forget(self) -> None:
         """Delete the reports, on rank 0, once all ranks are known to have called."""
         self._is_open = False
@@ -79,8 +96,14 @@ class CallsOfAllRanks:
     @property
     def is_in_doubt(self) -> bool:
         """Whether rank 0 has gone on, and waits a moment for a rank that only now calls."""
-        self._absent()
-        return self._is_open and self._shown_at is not None
+        if self._absent():
+            return True
+        return self._is_open and self._shown_at is not None and not self._is_late
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether a rank that now comes to its call would have called."""
+        return self._shown_at is not None and time.monotonic() - self._shown_at > _GRACE_SECONDS
 
     def _absent(self) -> Sequence[int]:
         """Return the ranks that do not make the call any more."""
@@ -99,10 +122,17 @@ class CallsOfAllRanks:
             event is None or event.query() for event in self._steps
         ):
             return []
-        if self._shown_at is None:
-            self._shown_at = time.monotonic()
-        is_late = time.monotonic() - self._shown_at > _GRACE_SECONDS
-        return ranks.missing(self._topic) if is_late else []
+        stepping = ranks.count("stepped/reports", 0) if self._of_steps else 0
+        if self._shown_at is None or stepping != self._stepping:
+            self._shown_at, self._stepping = time.monotonic(), stepping
+        if not self._is_late or self._of_steps and stepping == self._cleared:
+            return []
+        absent = ranks.missing(self._topic)
+        if self._of_steps and absent:
+            idle = ranks.missing("stepped")
+            absent = [rank for rank in absent if rank not in idle]
+            self._cleared = self._cleared if absent else stepping
+        return absent
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_open or len(self._steps) >= _STEPS:
@@ -117,3 +147,7 @@ class CallsOfAllRanks:
             self._steps.append(None)
         elif device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._steps.append(torch.cuda.current_stream(device).record_event())
+
+
+def _steps_of_optimizers() -> int:
+    return training_watch.watch.steps if training_watch.watch is not None else 0

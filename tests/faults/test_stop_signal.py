@@ -109,6 +109,24 @@ def rank_0_alone_calls_it(dist: Any) -> None:
     assert not stop.stopped
 
 
+def ranks_without_batches_do_not_call_it(dist: Any) -> None:
+    """As in the shorter loops of DistributedDataParallel.join(): no error, and rank 0 stops by itself."""
+    from utils.preemption import StopSignal
+
+    with StopSignal(dist) as stop:
+        if dist.is_main:
+            for _ in steps_with_collectives(dist, 5):
+                assert not stop.should_stop()
+            time.sleep(3)
+            stop.request("rank 0 has batches")
+            wait_for_stop(stop)
+        else:
+            for _ in range(5):
+                dist.all_reduce_mean(1.0)
+        dist.barrier()
+        assert stop.stopped == dist.is_main
+
+
 def one_calls_it_late(dist: Any) -> None:
     """Rank 0 has gone on, and the first call of rank 3 still comes."""
     from utils.preemption import StopSignal
@@ -208,6 +226,7 @@ def main() -> None:
         assert any(in_evaluation)
         one_calls_it_more_often(dist)
         rank_0_alone_calls_it(dist)
+        ranks_without_batches_do_not_call_it(dist)
         one_calls_it_late(dist)
         one_waits_in_the_store(dist)
         one_rank_fails(dist)
@@ -225,6 +244,7 @@ def test_ranks_stop_together_or_name_the_rank_that_does_not(tmp_path: Path) -> N
     assert "different numbers of times: rank 0 10 times, rank 1 11 times" in output
     assert output.count("ERROR: rank 0 calls should_stop(), ranks 1-3 do not") == 1, output
     assert "stop requested (alone" not in output
+    assert "stop requested (rank 0 has batches" in output
     assert output.count("a stop can no longer be agreed on") == RANKS - 1, output
 
 

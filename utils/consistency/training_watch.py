@@ -112,6 +112,7 @@ class TrainingWatch:
         self.epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
         self.iterator: Callable[[], Any] = lambda: None  # that has yielded the last batch
         self.on_step: list[Callable[[Optimizer], object]] = []  # called after each step
+        self.steps = 0  # of all optimizers
         self._reported: set[str] = set()
         self.problem = ""  # that this rank has logged
         self.bad_loss = ""  # "loss of step 7 is not finite on rank 1", where Metrics has seen it
@@ -164,6 +165,7 @@ class TrainingWatch:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note a step of any optimizer, after it."""
+        self.steps += 1
         count = self._optimizers.get(optimizer)
         if count is None:
             count = self._optimizers[optimizer] = [next(self._numbers), 0, 1, 0]

@@ -144,9 +144,10 @@ class StopAgreement:
             self._receive(self._communicator)
 
     def check_calls(self) -> None:
-        """Log once, on rank 0, that other ranks do not call should_stop()."""
+        """Log once, on rank 0, that other ranks make steps and do not call should_stop()."""
         if self._calls is None or self._absent or self.closed:
             return
+        self._calls.report_steps()
         self._absent = self._calls.problem("calls should_stop()", _CALL_ALL)
         if self._absent:
             _log.error("%s", self._absent)

@@ -330,7 +330,7 @@ def _calls(communicator: StoreCommunicator | None) -> CallsOfAllRanks | None:
         return None
     from ..calls import CallsOfAllRanks  # imports torch
 
-    return CallsOfAllRanks(communicator)
+    return CallsOfAllRanks(communicator, of_steps=True)
 
 
 def _report_stop() -> int:
