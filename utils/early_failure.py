@@ -2,31 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import signal
 import socket
+import traceback
+from collections.abc import Callable, Iterator
 
-from .launch_protocol import EARLY, Failure, describe, send
+from .launch_protocol import EARLY, TRACEBACK, Failure, describe, query, send
 from .launchers.rank_variables import LAUNCH_RANK
 
+_ANSWER_SECONDS = 1.0  # until this rank prints what another one may have printed
 # Of a rank that torchrun has ended, or that has raised an exception, which the rank reports.
 _NO_FIRST_ENDS = (0, 1, -signal.SIGTERM)
 
 
-def report(error: Exception) -> None:
-    """Report what has ended this rank, or a rank of this torchrun. Its traceback was printed."""
-    if type(error).__name__ == "ChildFailedError":
-        _report_rank_of_torchrun(error)
-        return
+def report(error: Exception, show: Callable[[], object], *, shares_output: bool) -> bool:
+    """Print what has ended this rank, or a rank of this torchrun, and report it. Returns True.
+
+    show: prints the traceback. It is not called where another rank has printed the same.
+    shares_output: this rank prints to the standard error that its launch has given it.
+    """
     text, _, _ = os.environ.get("RANK", os.environ.get(LAUNCH_RANK, "")).partition("/")
-    if not text.isdecimal():
-        return
+    if type(error).__name__ == "ChildFailedError" or not text.isdecimal():
+        show()
+        if type(error).__name__ == "ChildFailedError":
+            _report_rank_of_torchrun(error)
+        return True
     rank, host = int(text), socket.gethostname()
-    send(
-        EARLY,
-        os.environ,
-        Failure(f"rank {rank} on {host} failed: {describe(error)}", "exception", rank, host),
-    )
+    failure = Failure(f"rank {rank} on {host} failed: {describe(error)}", "exception", rank, host)
+    with _later_stops():
+        digest = _digest(error)
+        is_printed = shares_output and _is_printed(digest, failure)
+        if not is_printed:
+            show()
+        send(EARLY, os.environ, failure, digest=digest, has_printed=not is_printed)
+    return True
+
+
+def _digest(error: Exception) -> str:
+    with contextlib.suppress(Exception):  # of a __str__() of the script
+        text = "".join(traceback.format_exception(error))
+        return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+    return ""
+
+
+def _is_printed(digest: str, failure: Failure) -> bool:
+    """Return whether the launch knows that another rank has printed the same traceback."""
+    with contextlib.suppress(Exception):  # printing twice is better than not at all
+        answer = query(TRACEBACK, os.environ, failure, seconds=_ANSWER_SECONDS, digest=digest)
+        return bool(digest and answer and answer.get("is_printed"))
+    return False
+
+
+@contextlib.contextmanager
+def _later_stops() -> Iterator[None]:
+    """Delay SIGTERM, by which the launch ends this rank when another one has failed."""
+    received: list[int] = []
+    try:
+        previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        if received:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _report_rank_of_torchrun(error: Exception) -> None:

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import LaunchError
 
@@ -95,6 +95,7 @@ def describe(error: BaseException) -> str:
 _NONE = Failure("", "")
 PROBLEM = "problem"  # of the training, which goes on
 EARLY = "failed early"  # before the group: reports of other ranks may know more
+TRACEBACK = "traceback"  # of such a rank: whether another one has printed the same
 
 
 def parse_address(value: str) -> tuple[list[str], int, str]:
@@ -129,10 +130,30 @@ def report_first_cause(
     return received
 
 
-def send(what: str, environ: Mapping[str, str] = os.environ, failure: Failure = _NONE) -> bool:
+def send(
+    what: str,
+    environ: Mapping[str, str] = os.environ,
+    failure: Failure = _NONE,
+    **more: Any,
+) -> bool:
     """Send "saved", "failed", EARLY, PROBLEM or "checkpoint"; return whether launch.py has it.
 
-    This process may end in a moment.
+    more: fields beside those of the failure. This process may end in a moment.
+    """
+    return query(what, environ, failure, **more) is not None
+
+
+def query(
+    what: str,
+    environ: Mapping[str, str] = os.environ,
+    failure: Failure = _NONE,
+    *,
+    seconds: float = _SECONDS,
+    **more: Any,
+) -> dict[str, Any] | None:
+    """Send as send(), and return the answer; None where none comes.
+
+    seconds: for each connection to an address of launch.py, and until it answers.
     """
     from . import channel  # most ranks send none
 
@@ -140,13 +161,13 @@ def send(what: str, environ: Mapping[str, str] = os.environ, failure: Failure = 
     for address in addresses:
         with contextlib.suppress(OSError):
             key = channel.Secret(os.fsencode(secret))
-            peer = channel.connect(address, port, key, ROLE, seconds=_SECONDS)
+            peer = channel.connect(address, port, key, ROLE, seconds=seconds)
             with contextlib.closing(peer):
                 fields = failure._asdict()
                 fields["about"] = fields.pop("kind")
-                peer.send({"kind": "notice", "what": what, **fields})
-                return peer.receive_one(_SECONDS) is not None
-    return False
+                peer.send({"kind": "notice", "what": what, **fields, **more})
+                return peer.receive_one(seconds)
+    return None
 
 
 RESTART = "DDPKIT_RESTART"  # JSON, see RestartNotice

@@ -106,6 +106,23 @@ def test_an_unchanged_script_that_calls_exit(fault: str, status: int, last: str,
     assert "Traceback" not in done.stderr, done.stderr
 
 
+EARLY = "import os, sys\nraise FileNotFoundError(sys.argv[1].format(**os.environ))\n"
+
+
+@pytest.mark.parametrize(("text", "tracebacks"), [("config.json", 1), ("{RANK}.json", 3)])
+def test_equal_tracebacks_before_the_group_are_one(text: str, tracebacks: int, tmp_path: Path) -> None:
+    done = run(tmp_path, *LAUNCH, "-n", "3", "train.py", text, script=EARLY)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and done.stderr.count("Traceback") == tracebacks, done.stderr
+    same = [line for line in lines if "other ranks reported" in line]
+    assert len(same) == (tracebacks == 1), done.stderr
+    if same:
+        assert re.fullmatch(r"ddpkit launch: 2 other ranks reported the same error as rank \d: ranks [\d,-]+", same[0])
+    assert re.fullmatch(r"ddpkit launch: rank \d on \S+ failed: FileNotFoundError: \w+\.json", lines[-1]), done.stderr
+    done = run(tmp_path, *LAUNCH, "-n", "2", "--output-dir", "out", "train.py", text, script=EARLY)
+    assert all("Traceback" in (tmp_path / "out" / f"rank-{rank}.log").read_text() for rank in range(2))
+
+
 def test_torchrun_with_a_watch_around_it(tmp_path: Path) -> None:
     done = run(tmp_path, *WATCH, *TORCHRUN, "train.py", "hang")
     assert done.returncode == 1 and re.search(f"^{HUNG}", done.stderr, re.MULTILINE), done.stderr

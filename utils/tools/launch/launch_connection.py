@@ -16,12 +16,13 @@ from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...errors import LaunchError
 from ...host import network
 from ...host.cores import name_ranks
-from ...launch_protocol import EARLY, PROBLEM, REPORT, Failure
+from ...launch_protocol import EARLY, PROBLEM, REPORT, TRACEBACK, Failure
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .ignored_stops import describe
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
+from .tracebacks import Tracebacks
 
 LOST_SECONDS = 30  # without any TCP response from the other host
 CONNECT_SECONDS = 60.0
@@ -108,6 +109,7 @@ class RankNotices:
         self.first_cause: Failure | None = None
         self.is_early = False
         self.problems: list[str] = []
+        self.tracebacks = Tracebacks()
         self.listener = self.listen(ports)
         secret = secret_of_ranks(self.launch_secret)
         self.secret = secret_of(secret)
@@ -136,6 +138,12 @@ class RankNotices:
 
     def note(self, peer: Channel, message: Message) -> None:
         """Note what a rank reports, and let it know: it may end then."""
+        if message["what"] == TRACEBACK:
+            self.tracebacks.ask(peer, str(message["digest"]), int(message["rank"]))
+            return
+        if digest := message.get("digest"):
+            has_printed = bool(message["has_printed"])
+            self.tracebacks.ended(str(digest), int(message["rank"]), has_printed=has_printed)
         if message["what"] == "saved":
             self.saved_at = self.saved_at or time.monotonic()
         elif message["what"] == "checkpoint":

@@ -60,8 +60,11 @@ def _run_once(plan: Plan) -> Ended:
         EventLoop() as loop,
     ):
         plan = plan._replace(environ={**plan.environ, **notices.variables})
+        notices.tracebacks.is_shared = not plan.options.output_dir
         with Processes(launch_id) as processes, ExitStack() as files:
             _run(Launch(plan, launch_id, processes, files, loop, notices, result))
+    for line in notices.tracebacks.lines():
+        print_status(line)
     first_cause = notices.first_cause
     if result.failed_at is not None and (first_cause is None or notices.is_early):
         ends = result.evidence().ends

@@ -245,20 +245,40 @@ def _prepare():
 
 def _report_exceptions():
     """Report also what ends a rank before its group is watched."""
-    previous = sys.excepthook
+    previous, stream = sys.excepthook, _standard_error()
 
     def hook(kind, error, trace):
         watched = _current[0].wait() if _current else None
         if watched is not None and watched.report(error):  # with the traceback
             return
-        previous(kind, error, trace)
-        if watched is None and issubclass(kind, Exception) and os.environ.get("DDPKIT_REPORT"):
+        shown = []
+
+        def show():
+            shown.append(True)
+            previous(kind, error, trace)
+
+        is_early = watched is None and issubclass(kind, Exception)
+        if is_early and os.environ.get("DDPKIT_REPORT"):
+            has_stream = stream is not None and stream == _standard_error()
+            is_shared = has_stream and previous is sys.__excepthook__
             try:
-                _load("early_failure").report(error)
+                if _load("early_failure").report(error, show, shares_output=is_shared):
+                    return
             except Exception:  # the launch sees the exit status
                 pass
+        if not shown:
+            show()
 
     sys.excepthook = hook
+
+
+def _standard_error():
+    """Return which file standard error is; None where the script has another one."""
+    try:
+        status = os.fstat(sys.stderr.fileno())
+        return status.st_dev, status.st_ino, sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _main():

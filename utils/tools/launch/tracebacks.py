@@ -1,0 +1,59 @@
+"""Let one rank alone print a traceback that others have, too, before there is a process group.
+
+A rank asks before it prints. The first one with a traceback prints it, and reports that. Only then
+do the others get an answer, so that none is lost with a rank that is killed while it prints; a rank
+that gets no answer for a second prints its own (early_failure.py).
+"""
+
+from __future__ import annotations
+
+from ...channel import Channel
+from ...host.cores import name_ranks
+
+
+class Tracebacks:
+    """The tracebacks of a launch, by their digests.
+
+    is_shared: the ranks print into one stream. Else each prints its own.
+    """
+
+    def __init__(self) -> None:
+        self.is_shared = True
+        self._first: dict[str, int] = {}  # ranks that print
+        self._printed: set[str] = set()
+        self._waiting: dict[str, list[Channel]] = {}
+        self._unprinted: dict[str, list[int]] = {}  # ranks that have left it to the first one
+
+    def ask(self, peer: Channel, digest: str, rank: int) -> None:
+        """Answer a rank whether its traceback is printed already, once that is known."""
+        if not self.is_shared or digest not in self._first:
+            self._first.setdefault(digest, rank)
+            _answer(peer, is_printed=False)
+        elif digest in self._printed:
+            _answer(peer, is_printed=True)
+        else:
+            self._waiting.setdefault(digest, []).append(peer)
+
+    def ended(self, digest: str, rank: int, *, has_printed: bool) -> None:
+        """Note that a rank has printed its traceback, or has left it to the first one."""
+        if not has_printed:
+            self._unprinted.setdefault(digest, []).append(rank)
+            return
+        self._printed.add(digest)
+        for peer in self._waiting.pop(digest, []):
+            _answer(peer, is_printed=True)
+
+    def lines(self) -> list[str]:
+        """Return what to print of the ranks that have left their tracebacks to others."""
+        found = []
+        for digest, ranks in self._unprinted.items():
+            others = f"{len(ranks)} other rank{'s' * (len(ranks) > 1)}"
+            found.append(
+                f"{others} reported the same error as rank {self._first[digest]}: "
+                f"{name_ranks(ranks)}"
+            )
+        return found
+
+
+def _answer(peer: Channel, *, is_printed: bool) -> None:
+    peer.send({"kind": "traceback", "is_printed": is_printed})
