@@ -148,7 +148,8 @@ test_as_user() (
     cd "$home/a clone"
     as_nobody=(env "HOME=$home" nice -n 5 setpriv --reuid=nobody --regid=nogroup --clear-groups)
     unset PYTHON # in the tests it would be the Python of the ranks
-    "${as_nobody[@]}" env PYTHON=/usr/bin/python3 bash scripts/setup_env.sh --tests &&
+    # PIP_COMPILE=0: pip compiles no packages, since these tests import few of them.
+    "${as_nobody[@]}" env PYTHON=/usr/bin/python3 PIP_COMPILE=0 bash scripts/setup_env.sh --tests &&
         "${as_nobody[@]}" .venv/bin/python -m pytest -ra tests/unit --quick \
             -k "interpreter or test_jobs or packaging or checkpoint or requeue or metrics or launch_pro or submit"
 )
@@ -250,7 +251,11 @@ fi
 check ruff "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --quiet --check utils scripts examples
 check import-linter "$root/.venv/bin/lint-imports" --no-logo --no-cache
-check mypy "$python" -m mypy
+# mypy has one thread, and takes a minute: at the same time as the tests.
+log "in the background: mypy"
+mypy_output=$(mktemp)
+"$python" -m mypy >"$mypy_output" 2>&1 &
+mypy=$!
 # Hosts are network namespaces, which need root's rights, or a user namespace where the user has them; the quick tests
 # need none.
 rights=
@@ -266,13 +271,15 @@ export OMP_WAIT_POLICY=passive PYTHONIOENCODING=utf-8:strict
 check pytest ${rights:+unshare --user --map-current-user --keep-caps --mount} \
     "$python" -m pytest -ra -n 4 --dist loadfile --no-loadscope-reorder ${quick:+tests/unit --quick} "$@"
 
-print_as_user() {
-    wait "$as_user" || local status=$?
-    cat "$user_output"
-    rm "$user_output"
+# wait_for PROCESS OUTPUT: prints what a process in the background has written, and returns its exit status.
+wait_for() {
+    wait "$1" || local status=$?
+    cat "$2"
+    rm "$2"
     return "${status-0}"
 }
-if [ -n "$as_user" ]; then check "--quick as nobody, with /usr/bin/python3" print_as_user; fi
+check mypy wait_for "$mypy" "$mypy_output"
+if [ -n "$as_user" ]; then check "--quick as nobody, with /usr/bin/python3" wait_for "$as_user" "$user_output"; fi
 
 # --- what was left out
 missing=()
