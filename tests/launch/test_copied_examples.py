@@ -36,8 +36,8 @@ def assert_trained(done: Result, hosts: int, start: str) -> None:
 
 
 @pytest.mark.parametrize(("by", "others"), [
-    ("torchrun", UTILS), ("ddpkit launch", []), *with_all(("mpich", UTILS), ("ddpkit launch", UTILS))],
-    ids=["torchrun", "ddpkit launch, an empty folder", "mpich", "ddpkit launch"])
+    ("ddpkit launch", []), *with_all(("torchrun", UTILS), ("mpich", UTILS), ("ddpkit launch", UTILS))],
+    ids=["ddpkit launch, an empty folder", "torchrun", "mpich", "ddpkit launch"])
 def test_a_copy_trains(by: str, others: list[str], tmp_path: Path, lab: Lab) -> None:
     copy(tmp_path, others)
     program, hosts, start = [str(tmp_path / TRAIN[0]), *TRAIN[1:]], 1, STARTED.get(by, f"started by {by}")

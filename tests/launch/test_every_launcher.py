@@ -34,7 +34,8 @@ def assert_trained(done: Result, hosts: int, launcher: str) -> None:
     assert sum(map(len, shared)) == len(allowed) if divided else all(cpus == allowed for cpus in shared)
 
 
-@pytest.mark.parametrize(("mpi", "hosts"), [("mpich5", "h1 h1 h2"), ("intel", "h2 h2 h3"), ("openmpi5", "h1 h2 h1")])
+@pytest.mark.parametrize(("mpi", "hosts"), [
+    ("mpich5", "h1 h1 h2"), ("openmpi5", "h1 h2 h1"), *with_all(("intel", "h2 h2 h3"))])
 def test_same_loss_under_mpiexec(lab: Lab, mpi: str, hosts: str) -> None:
     env = lab.mpi4py(mpi) if mpi == "openmpi5" else None  # by which rank 0 broadcasts its address
     assert_trained(lab.mpi(mpi, hosts, TRAIN, env=env), 2, MPIS[mpi][1])
@@ -90,7 +91,7 @@ def test_host_names_that_lie(odd_lab: Lab, mpi: str) -> None:
 
 
 # gloo lets the lower of two addresses connect to the higher: 10.x is below 127.0.1.1, 192.168.x above.
-@pytest.mark.parametrize("subnet", ["10.79.3", "192.168.77"])
+@pytest.mark.parametrize("subnet", ["10.79.3", *with_all("192.168.77")])
 def test_a_host_of_rank_0_whose_name_means_itself_on_itself(need: Callable[[str], Path], subnet: str) -> None:
     need("hosts")
     with Hosts(2, subnet=subnet, names="debian") as hosts:

@@ -55,7 +55,7 @@ def test_a_lost_rank_ends_the_start(launch: Launch, launcher: str, fault: str, c
 
 @pytest.mark.parametrize(("fault", "cause"), [
     ("interface:1", "GLOO_SOCKET_IFNAME=ib7, but node2 has no interface ib7"),
-    ("nccl:1", "backend nccl was requested")])
+    *with_all(("nccl:1", "backend nccl was requested"))])
 def test_a_rank_that_cannot_start_is_an_error_without_a_traceback(launch: Launch, fault: str, cause: str) -> None:
     output = launch("srun", SHOW, fault)
     assert output.count("LaunchError: rank 1 on node2") == output.count("LaunchError: ") == 1, output

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.matrix import with_all
 from tests.unit.programs import ROOT
 from utils.tools.launch.launch_cli import main
 from utils.tools.launch.rank_environment import RANK_VARIABLES
@@ -170,7 +171,7 @@ def test_torchrun_names_the_script_in_its_summary(folder: Path) -> None:
     assert done.returncode == 1 and "\nfails.py FAILED\n" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("options", [[], ["--torchrun"], ["--launcher", "torchrun"]])
+@pytest.mark.parametrize("options", [[], ["--torchrun"], *with_all(["--launcher", "torchrun"])])
 def test_syntax_error_of_the_script_is_the_last_line(options: list[str], folder: Path) -> None:
     (folder / "broken.py").write_text("import os\nx = (\n")
     done = launch("-n", "2", *options, "broken.py", folder=folder)
@@ -230,7 +231,8 @@ def test_name_of_a_launcher_as_an_argument_is_no_launcher(command: str, uv: None
 @pytest.mark.parametrize(("words", "status", "text"), [
     (["{start}"], 1, "rank 1 of 2 has formed a process group of 1 process without the other ranks. Expected one group "
                      "of all 2 ranks.* --independent"),
-    ([str(GROUPS), "none"], 0, "group of 0"), (["--independent", str(GROUPS), "torchrun", "1"], 0, "group of 1")])
+    ([str(GROUPS), "none"], 0, "group of 0"),
+    *with_all((["--independent", str(GROUPS), "torchrun", "1"], 0, "group of 1"))])
 def test_ranks_form_groups_with_each_other(words: list[str], status: int, text: str, folder: Path) -> None:
     """With torch alone. Nothing in the command shows that `start` runs torchrun. Other groups: tests/launch."""
     start = folder / "start"
