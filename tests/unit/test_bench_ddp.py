@@ -86,7 +86,7 @@ def run_worker(script: str, folder: Path, world_size: int) -> tuple[subprocess.C
     path.write_text(script)
     phases = [("sync", 2), ("local", 3), ("sync", 2)]  # with 2 settling steps before each
     trial = json.dumps(dataclasses.asdict(worker.Trial(phases)))
-    done = python("-m", "utils.tools.bench.worker", trial, str(path), env={
+    done = python("-m", "utils.tools.bench.worker", trial, str(path), warm=True, env={
         "RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     found = re.search(f"^{worker.RESULT}(.*)$", done.stdout, re.MULTILINE)
     return done, json.loads(found[1])[0] if found else {}
@@ -195,7 +195,7 @@ def test_hosts_have_the_same_number_of_ranks(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_ranks_of_another_launch_are_refused(tmp_path: Path) -> None:
     """Each would start all ranks."""
-    done = python("utils", "bench", "ddp", TRAINING, ranks=2)
+    done = python("utils", "bench", "ddp", TRAINING, ranks=2, warm=True)
     assert done.returncode == 2 and "It starts all ranks itself. Run it once, without a launcher" in done.stderr
 
 

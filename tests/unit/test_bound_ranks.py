@@ -41,12 +41,12 @@ if __name__ == "__main__":
 """
 
 
-def run(folder: Path, bind: str, **env: str) -> tuple[list[dict[str, object]], str]:
+def run(folder: Path, bind: str, warm: bool = False, **env: str) -> tuple[list[dict[str, object]], str]:
     """What each of two ranks has found, and the output of the launch."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
     root = str(Path(__file__).resolve().parents[2])
-    done = python(str(program), str(folder), bind, ranks=2, env={"PYTHONPATH": root, **env})
+    done = python(str(program), str(folder), bind, ranks=2, env={"PYTHONPATH": root, **env}, warm=warm)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)], done.stdout
 
@@ -71,6 +71,6 @@ def test_rank_threads_and_workers_have_the_cores_of_the_rank(tmp_path: Path, giv
 
 def test_without_binding_the_cores_stay(tmp_path: Path) -> None:
     for bind in ("false", '"auto"'):
-        found, output = run(tmp_path, bind, DDPKIT_CPU_BIND="none")
+        found, output = run(tmp_path, bind, warm=True, DDPKIT_CPU_BIND="none")
         assert all(one["rank"] == one["before"] == sorted(os.sched_getaffinity(0)) for one in found)
         assert "CPUs of ranks" not in output

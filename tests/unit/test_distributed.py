@@ -117,7 +117,7 @@ for start in range(3):
 
 def test_job_after_job_in_one_process() -> None:
     """As a search for parameters does: Hydra's --multirun, Optuna, cells of a notebook."""
-    done = python("-c", SWEEP, ranks=2)
+    done = python("-c", SWEEP, ranks=2, warm=True)
     expected = [f"start {start} of rank {rank} True" for start in range(3) for rank in range(2)]
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("start ")) == expected, done.stderr
 
@@ -136,7 +136,7 @@ subprocess.run([*shlex.split(sys.argv[2]), "2", "sh", "-c", "echo threads $OMP_N
 @pytest.mark.parametrize("by_user", ["", "7"])
 def test_number_of_threads_that_the_kit_has_set_is_not_the_users(by_user: str) -> None:
     """In a notebook with a job of one rank, a cell starts others."""
-    done = python("-c", BELOW, by_user, shlex.join(LAUNCH))
+    done = python("-c", BELOW, by_user, shlex.join(LAUNCH), warm=True)
     share = by_user or str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert re.findall("^threads (.*)", done.stdout, re.MULTILINE) == [share] * 2, done.stdout + done.stderr
 

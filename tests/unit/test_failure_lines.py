@@ -95,6 +95,6 @@ with setup_distributed("gloo") as job:
 def test_a_training_that_goes_wrong_is_the_last_line_too(check: str, status: int, last: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DIVERGES)
     env = {"PYTHONPATH": str(ROOT), "DDPKIT_CHECK_TRAINING": check}
-    done = python(str(tmp_path / "train.py"), ranks=2, env=env, cwd=tmp_path)
+    done = python(str(tmp_path / "train.py"), ranks=2, env=env, cwd=tmp_path, warm=True)
     assert done.returncode == status, done.stderr
     assert re.fullmatch(f"ddpkit launch: {last}", done.stderr.splitlines()[-1]), done.stderr
