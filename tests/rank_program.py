@@ -138,15 +138,18 @@ def wait(rank: Placement, folder: Path, fault: str) -> None:
 
 
 def all_reduce(timeout: float) -> None:
+    from tests.faults import quick_imports
     from utils import setup_distributed
 
     with setup_distributed(timeout=timeout) as dist:
+        quick_imports.done()
         assert dist.all_reduce_mean(float(dist.rank)) == (dist.world_size - 1) / 2
         sys.stdout.write(f"rank {dist.rank} of {dist.world_size}\n")
 
 
 def train_with_fault(fault: str, what: str, timeout: float) -> None:
     """setup_distributed() and steps with an all-reduce, in which the faulty rank does something wrong."""
+    from tests.faults import quick_imports
     from utils import setup_distributed
     from utils.host import device
 
@@ -158,6 +161,7 @@ def train_with_fault(fault: str, what: str, timeout: float) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     dist = setup_distributed("nccl" if fault == "nccl" else None, timeout=timeout,
                              collective_timeout=4 if what == "hang" else None)
+    quick_imports.done()
     with contextlib.nullcontext() if what in ("exit", "close") else dist:
         train(dist, fault, 20 if what == "more" != fault else 60 if what in ("return", "exit", "close") else 2000)
         if what == "more" and dist.rank == 0:

@@ -2,6 +2,7 @@
 
 With --hold it holds the group until launch.py ends it.
 """
+import gc
 import os
 import subprocess
 import sys
@@ -12,8 +13,12 @@ if sys.argv[1] == "torchrun":  # as a program that hides it from launch.py; with
     words = ["--standalone", f"--nproc-per-node={sys.argv[2]}", SELF, "env", *sys.argv[3:]]
     sys.exit(subprocess.run([sys.executable, "-m", "torch.distributed.run", *words]).returncode)
 
+gc.disable()  # as in tests/faults/quick_imports.py
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+
+gc.freeze()
+gc.enable()
 
 
 def hold() -> None:

@@ -26,8 +26,10 @@ TRAINS_FOR_EVER = f"""\
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
+from tests.faults import quick_imports
 from utils import setup_distributed
 with setup_distributed("gloo", hang_timeout=2) as dist:
+    quick_imports.done()
     dist.barrier()
     Path(sys.argv[1], str(dist.rank)).write_text(str(os.getpid()))
     while True:

@@ -11,10 +11,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.faults import quick_imports
+
+# isort: split
 import torch
 import torch.distributed as dist
 
 from utils import setup_distributed
+
+quick_imports.done()
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = "from utils.launchers import detect; one = detect(); print(f'{one.launcher} {one.rank} of {one.world_size}')"

@@ -12,11 +12,17 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.faults import quick_imports
+
+# isort: split
 import torch
 from ddpkit import setup_distributed
 from ddpkit.checkpoint import Checkpointer
 from ddpkit.host import process
 from ddpkit.metrics import Metrics
+
+quick_imports.done()
 
 STEPS, FAULT_STEP = 30, 12
 

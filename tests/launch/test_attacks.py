@@ -23,10 +23,12 @@ import os, resource, sys, time
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 sys.path.insert(0, {str(ROOT)!r})
+from tests.faults import quick_imports
 from utils import setup_distributed
 report = os.environ.get("DDPKIT_REPORT", "").rpartition("/")[2]
 begin = time.monotonic()
 with setup_distributed("gloo", hang_timeout=30) as dist:
+    quick_imports.done()
     Path(sys.argv[1], f"{{dist.rank}}.secret").write_text(report)
     seconds = time.monotonic() - begin
     last = time.monotonic() + 3

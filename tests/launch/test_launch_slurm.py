@@ -195,9 +195,11 @@ def test_a_host_that_is_cut_off_is_left_before_slurm_notices(need: Callable[[str
 STOPS = f"""\
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
+from tests.faults import quick_imports
 from utils import setup_distributed
 from utils.preemption import StopSignal
 with setup_distributed("gloo") as dist, StopSignal(dist) as stop:
+    quick_imports.done()
     if dist.rank == 1:
         stop.request("a test")
     while not stop.should_stop():
