@@ -40,12 +40,14 @@ def wait_for_progress(folder: Path) -> None:
 SHARDED = str(ROOT / "tests" / "faults" / "sharded.py")
 
 
-def test_all_ranks_save_when_all_processes_are_terminated() -> None:
+@pytest.mark.parametrize("methods", [["fork", "spawn"], *with_all(["forkserver"])], ids="-".join)
+def test_all_ranks_save_when_all_processes_are_terminated(methods: list[str]) -> None:
     """terminations.py does it as often as it is asked to, and with more workers."""
-    program = str(ROOT / "tests" / "faults" / "terminations.py")
-    ended = subprocess.run([sys.executable, program, "--stops", "3", "--workers", "2"], stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, text=True, timeout=400)
-    assert ended.returncode == 0 and "3 of 3 stops right" in ended.stdout, ended.stdout
+    stops = str(len(methods))
+    program = [str(ROOT / "tests" / "faults" / "terminations.py"), "--stops", stops, "--workers", "2", "--methods"]
+    ended = subprocess.run([sys.executable, *program, *methods], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                           text=True, timeout=400)
+    assert ended.returncode == 0 and f"{stops} of {stops} stops right" in ended.stdout, ended.stdout
 
 
 SHARDED_KILLS = ["--kills", "2", "--ranks", "4", SHARDED]
@@ -55,8 +57,8 @@ COMPILED_KILLS = ["--kills", "1", "--preload", "torch._inductor.compile_fx", *SU
 @pytest.mark.parametrize("words", [
     ["--kills", "2", "--ranks", "3", *SURVIVE, "--epochs", "1"],  # the sum of two is the same in either order
     SHARDED_KILLS, ["--kills", "2", "--log", str(ROOT / "examples" / "03_text_lm.py"), "--steps", "60"],
-    [*COMPILED_KILLS, "outside", "--compiler", "aot_eager"],
-    *with_all([*SHARDED_KILLS, "--zero"], [*COMPILED_KILLS, "inside", "--compiler", "inductor"]),
+    *with_all([*COMPILED_KILLS, "outside", "--compiler", "aot_eager"], [*SHARDED_KILLS, "--zero"],
+              [*COMPILED_KILLS, "inside", "--compiler", "inductor"]),
 ], ids=["plain", "sharded", "log", "compiled outside", "zero", "compiled inside"])
 def test_ranks_killed_at_random_moments(words: list[str], need: Callable[[str], Path]) -> None:
     """kills.py does it as often as it is asked to."""
