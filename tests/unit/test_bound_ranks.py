@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.matrix import with_all
 from tests.unit.programs import python
 from utils.host.cores import Topology, cores_in, parse_ranges, read_topology
 
@@ -51,7 +52,7 @@ def run(folder: Path, bind: str, warm: bool = False, **env: str) -> tuple[list[d
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)], done.stdout
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", [False, *with_all(True)])
 def test_rank_threads_and_workers_have_the_cores_of_the_rank(tmp_path: Path, given: bool) -> None:
     half = len(CORES) // 2
     halves = [sorted(cpu for core in part for cpu in core.cpus) for part in (CORES[:half], CORES[half:])]

@@ -137,11 +137,12 @@ while os.environ["RANK"] == "1":
 @pytest.mark.parametrize(("by", "command", "options", "warned"), [
     ("local", COPY, {}, True), ("mpiexec", COPY, {}, True),
     ("local", (sys.executable, "-c", "import torch\n" + EXCHANGE), {}, False),
-    ("local", COPY, {"independent": True}, False), ("local", ("sh", "-c", "sleep 2", "train.py"), {}, False),
-    *with_all(("ssh", COPY, {}, True), ("local", (sys.executable, "-c", "import torch, sys; sys.exit(3)"), {}, False),
+    ("local", ("sh", "-c", "sleep 2", "train.py"), {}, False),
+    *with_all(("local", COPY, {"independent": True}, False), ("ssh", COPY, {}, True),
+              ("local", (sys.executable, "-c", "import torch, sys; sys.exit(3)"), {}, False),
               ("local", COPY, {"ntasks": 1}, False), ("local", ("hostname",), {}, False),
               ("mpiexec", ("sh", "-c", "sleep 2"), {}, False))],
-    ids=["local", "mpiexec", "store", "independent", "no torch", "agent", "failed", "alone", "hostname",
+    ids=["local", "mpiexec", "store", "no torch", "independent", "agent", "failed", "alone", "hostname",
          "no torch, mpiexec"])
 def test_ranks_that_never_form_a_group_are_named(
         by: str, command: tuple[str, ...], options: dict[str, Any], warned: bool, tmp_path: Path,
