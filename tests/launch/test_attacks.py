@@ -73,7 +73,7 @@ def run(job: Job, by: str) -> Result:
                              ("h2", ["bash", "-c", 'sleep 3; exec "$@"', "rank 1", *words], {**env, "RANK": "1"})])
 
 
-@pytest.mark.parametrize("by", ["ssh", "doctor", *with_all("by hand", "openmpi5", "torchrun")])
+@pytest.mark.parametrize("by", ["ssh", *with_all("by hand", "doctor", "openmpi5", "torchrun")])
 def test_an_attacker_ends_misleads_and_reads_nothing(job: Job, by: str) -> None:
     attack(job.lab.hosts, job.folder, ("h1", "h2", "h3"), by, lambda: run(job, by))
 

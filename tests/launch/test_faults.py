@@ -72,6 +72,7 @@ def test_an_exception_ends_the_launch_with_its_traceback_first(launch: Launch, l
         assert re.search(r"^rank 1 on node2 failed: ValueError", output, re.MULTILINE), output
 
 
+@pytest.mark.matrix
 def test_an_exception_is_the_root_cause_of_torchrun(lab: Lab) -> None:
     agent = [*TORCHRUN, "--nnodes=2", "--master-addr=h1", "--master-port=29511"]
     done = lab.together([(f"h{node + 1}", [*agent, f"--node-rank={node}", *SHOW[1:], "--fault", "raise:0"], {})
@@ -89,8 +90,9 @@ HUNG = (r"rank 1 on \w+2 \(pid \d+\) did not enter collective \d+, in which rank
 @pytest.mark.parametrize(("launcher", "fault", "cause"), [
     ("srun", "kill-after-exchange:1", "rank 1 on node2 .*died while torch was connecting the ranks"),
     ("srun", "kill-training:1", r"rank 1 on node2 \(pid \d+\) ended without a report"),
-    ("mpich5", "close:0", UNEVEN.format(0, 1)), ("openmpi5", "exit:1", UNEVEN.format(1, 2)),
-    ("openmpi5", "hang:1", HUNG), *with_all(("srun", "return:1", UNEVEN.format(1, 2)), ("srun", "hang:1", HUNG))])
+    ("mpich5", "close:0", UNEVEN.format(0, 1)), ("openmpi5", "hang:1", HUNG), *with_all(
+        ("openmpi5", "exit:1", UNEVEN.format(1, 2)), ("srun", "return:1", UNEVEN.format(1, 2)),
+        ("srun", "hang:1", HUNG))])
 def test_a_rank_that_is_lost_later_is_named(launch: Launch, launcher: str, fault: str, cause: str) -> None:
     output = launch(launcher, SHOW, fault)
     assert re.search(cause, output), output

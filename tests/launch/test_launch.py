@@ -246,8 +246,8 @@ def test_a_rank_that_fails_ends_the_others(job: Job, by: str, fault: str, status
 
 
 @pytest.mark.parametrize(("by", "words", "size"), [
-    ("openmpi4", "torchrun 1 --hold", 1), ("ssh", "spawn-all", 4), *with_all(
-        ("ssh", "torchrun 2 --hold", 2), ("mpich5", "env", 2))])
+    ("openmpi4", "torchrun 1 --hold", 1), ("mpich5", "env", 2), *with_all(
+        ("ssh", "torchrun 2 --hold", 2), ("ssh", "spawn-all", 4))])
 def test_process_groups_have_all_ranks_or_end_the_launch(job: Job, by: str, words: str, size: int) -> None:
     """One rank on each host, with torch alone."""
     job.nodes = ["h1", "h2"]
@@ -274,8 +274,8 @@ def test_the_ranks_of_another_launch_are_not_taken_for_its_own(job: Job) -> None
 @pytest.mark.parametrize(("by", "fault", "status", "first"), [
     ("ssh", "raise:1", 1, "rank 1 on h2 failed: ValueError: the loss is not a number"),
     ("ssh", "interface:1", 1, "rank 1 on h2.*GLOO_SOCKET_IFNAME=ib7"),
-    ("ssh", "more:2", 1, r"rank 2 on h2 called all_reduce\(\) at .*, and ranks? [013,-]+ .*left normally after"),
     ("openmpi4", "leave=7:1", 7, r"rank 1 on h2 ended with exit status 7 and without an exception"), *with_all(
+        ("ssh", "more:2", 1, r"rank 2 on h2 called all_reduce\(\) at .*, and ranks? [013,-]+ .*left normally after"),
         ("torchrun", "kill-training:0", 1, r"rank 0 on h1 \(pid \d+\) ended without a report"))])
 def test_the_last_line_names_what_failed_first(job: Job, by: str, fault: str, status: int, first: str) -> None:
     """It is not always the rank that ended first with a status other than 0."""

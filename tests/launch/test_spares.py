@@ -56,7 +56,8 @@ def check(done: Result, folder: Path, loss: str, bad: str, spare: str, cause: st
 
 
 @pytest.mark.parametrize(("by", "fault", "cause"), [
-    ("ssh", "kill", "rank 1 .*SIGKILL"), ("ssh", "outside", "h2.*"), *with_all(
+    ("ssh", "outside", "h2.*"), *with_all(
+        ("ssh", "kill", "rank 1 .*SIGKILL"),
         ("ssh", "stop", "rank 1 on h2 .*"), ("ssh", "agent", "h2"),
         ("mpich5", "agent", "hydra_pmi_proxy on h2 has ended before the ranks"),
         ("openmpi5", "agent", "prted on h2 has ended before the ranks"),

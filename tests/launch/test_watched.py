@@ -97,8 +97,8 @@ LEFT = r"(.* and )?rank 1 on \S+ left by sys\.exit\(\) at \S*train\.py, line \d+
 
 
 @pytest.mark.parametrize(("fault", "status", "last"), [
-    ("handled", 1, RAISED), ("hook", 1, RAISED), ("status", 3, r"rank 1 on \S+ failed: SystemExit: 3.*"),
-    ("left", 1, LEFT), ("returned", 1, LEFT), ("caught", 0, "2 ranks on .*")])
+    ("handled", 1, RAISED), ("status", 3, r"rank 1 on \S+ failed: SystemExit: 3.*"), ("left", 1, LEFT),
+    *with_all(("hook", 1, RAISED), ("returned", 1, LEFT), ("caught", 0, "2 ranks on .*"))])
 def test_an_unchanged_script_that_calls_exit(fault: str, status: int, last: str, tmp_path: Path) -> None:
     done = run(tmp_path, *LAUNCH, "-n", "2", "train.py", fault, script=EXITS)
     said = [line for line in done.stderr.splitlines() if line.startswith("ddpkit launch: ")]
