@@ -27,6 +27,7 @@ MOST_SURVIVORS = 2
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".mpi", "__pycache__", ".*_cache", "*.egg-info", "build")
 
 # Tests by what they test: pytest's arguments.
+_HANGS = "monitor/hangs/"
 _UNIT = "tests/unit/test_"
 DECISIONS = (f"{_UNIT}decisions.py",)
 HANGS = (f"{_UNIT}hang_watch.py", f"{_UNIT}late_ranks.py")
@@ -65,25 +66,25 @@ MUTATIONS = [
     Mutation("monitor/decisions.py", 'and not call["group"] and not call["between_two"]', "", DECISIONS),
     Mutation("monitor/decisions.py", 'return self.rank == cause.rank', "return self.rank == 0", DECISIONS),
     # Whether the ranks hang, and which rank is late
-    Mutation("monitor/hang.py", "if not threads or (group and group.thread and group.thread not in threads):",
+    Mutation(f"{_HANGS}hang_cause.py", "if not threads or (group and group.thread and group.thread not in threads):",
              "if not threads:", HANGS),
-    Mutation("monitor/hang.py", "is_even = most == others[0][1]", "is_even = False", HANGS),
-    Mutation("monitor/hang.py", '(call["peer"],) if call["peer"] in running else ()', '(call["peer"],)', HANGS),
-    Mutation("monitor/hang.py", "if len(causes) > _SHOWN_RANKS:", "if False:", HANGS),
-    Mutation("monitor/hang.py", 'compares_sizes = all_sizes or call["operation"] in _EQUAL_SIZES',
+    Mutation(f"{_HANGS}hang_cause.py", "is_even = most == others[0][1]", "is_even = False", HANGS),
+    Mutation(f"{_HANGS}hang_cause.py", '(call["peer"],) if call["peer"] in running else ()', '(call["peer"],)', HANGS),
+    Mutation(f"{_HANGS}hang_cause.py", "if len(causes) > _SHOWN_RANKS:", "if False:", HANGS),
+    Mutation(f"{_HANGS}hang_cause.py", 'compares_sizes = all_sizes or call["operation"] in _EQUAL_SIZES',
              "compares_sizes = True", HANGS),
-    Mutation("monitor/hang.py", "silent = {rank for rank in unreported(positions, running) if rank in found or "
+    Mutation(f"{_HANGS}hang_cause.py", "silent = {rank for rank in unreported(positions, running) if rank in found or "
              "not found}", "silent = set(unreported(positions, running))", HANGS),
-    Mutation("monitor/positions.py", "if awaited & positions.keys() - first.keys():", "if False:", HANGS),
-    Mutation("monitor/positions.py", "if left and not late(positions, running):", "if left:", HANGS),
-    Mutation("monitor/positions.py",
+    Mutation(f"{_HANGS}hang_watch.py", "if awaited & positions.keys() - first.keys():", "if False:", HANGS),
+    Mutation(f"{_HANGS}hang_watch.py", "if left and not late(positions, running):", "if left:", HANGS),
+    Mutation(f"{_HANGS}hang_watch.py",
              "[time_before(group.timeout) for group in groups if group and group.timeout]", "[0.0]", HANGS),
-    Mutation("monitor/positions.py", "max(self.limit / 2, 2 * self.interval)", "self.limit / 2", HANGS),
-    Mutation("monitor/positions.py", "min(_LEAD_SECONDS, _LEAD_SHARE * timeout)", "_LEAD_SECONDS", HANGS),
-    Mutation("monitor/positions.py", "return quiet and not now.work.waits_for_disk", "return quiet", HANGS),
+    Mutation(f"{_HANGS}hang_watch.py", "max(self.limit / 2, 2 * self.interval)", "self.limit / 2", HANGS),
+    Mutation(f"{_HANGS}hang_watch.py", "min(_LEAD_SECONDS, _LEAD_SHARE * timeout)", "_LEAD_SECONDS", HANGS),
+    Mutation(f"{_HANGS}hang_watch.py", "return quiet and not now.work.waits_for_disk", "return quiet", HANGS),
     # How a rank ends
     Mutation("monitor/shutdown.py", "_ORDERLY_EXITS = (None, 0, EXIT_REQUEUE)", "_ORDERLY_EXITS = (None, 0)", FAILURE),
-    Mutation("monitor/shutdown.py", "(0 if is_root_cause else 60)", "0", FAILURE),
+    Mutation("launchers/torchrun.py", "(0 if is_root_cause else 60)", "0", FAILURE),
     # How a launch ends, and whether it starts again
     Mutation("tools/launch/restarts.py", "if not last.certain and len(recent) > 1", "if len(recent) > 1", RESTARTS),
     Mutation("tools/launch/restarts.py", "self._left -= not restart.without", "self._left -= 1", RESTARTS),

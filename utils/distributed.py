@@ -59,8 +59,8 @@ from .startup.store import AgentStore, agent_store, open_store
 from .training_hooks import TrainingHooks
 
 if TYPE_CHECKING:
-    from .monitor.hang import Collective, Group
-    from .monitor.positions import HangWatch
+    from .monitor.hangs.hang_watch import HangWatch
+    from .monitor.hangs.positions import Collective, Group
 
 CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off; "error": ends the training
 START_UP_SECONDS = 100.0
@@ -530,12 +530,12 @@ def watch_collectives(
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
 
     def read_collectives(ends: bool) -> tuple[list[Collective], dict[str, Group]]:
-        from .monitor import collectives
+        from .monitor.hangs import collectives
 
         return collectives.read_collectives(locations=ends)
 
     def write_report(folder: str, cause: str) -> None:
-        from .monitor.hang_report import write_hang_report
+        from .monitor.hangs.hang_report import write_hang_report
 
         write_hang_report(job.rank, folder, cause)
 
@@ -547,9 +547,10 @@ def watch_collectives(
     )
 
     def make_watch(seconds: float, **how: bool) -> HangWatch:
-        from .monitor import watch
+        from .monitor.hangs import hang_report  # now: the file system may be what hangs
 
-        return watch.make_watch(monitor.own, job.rank, job.world_size, job.backend, seconds, **how)
+        monitor.own.write_report = functools.partial(hang_report.write_hang_report, job.rank)
+        return hang_report.make_watch(job.rank, job.world_size, job.backend, seconds, **how)
 
     if hang_timeout:
         from .monitor import worker_stacks

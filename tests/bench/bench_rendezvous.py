@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from utils import __version__
 from utils.launchers import Placement
 from utils.launchers.slurm import SlurmStep
+from utils.monitor.hangs.hang_watch import HangWatch, time_before
 from utils.monitor.monitor import Monitor
-from utils.monitor.positions import HangWatch, time_before
 from utils.startup import Rendezvous, agree
 from utils.startup.reports import RankReport, check_reports, make_report
 

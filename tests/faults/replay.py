@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from utils.monitor.hang import Group, Position, Stay, Work, at_fault, describe, summary, unreported, waits
-from utils.monitor.idle import describe_idle
+from utils.monitor.hangs.hang_cause import at_fault, describe, describe_idle, summary, unreported, waits
+from utils.monitor.hangs.positions import Group, Position, Stay, Work
 
 
 def load(path: Path) -> tuple[dict[int, str], dict[int, str], dict[int, Position]]:

@@ -28,7 +28,7 @@ from utils.errors import LaunchError
 from utils.host.trust import NotTrusted, may_trust
 from utils.launch_protocol import REPORT
 from utils.launchers import Placement
-from utils.monitor.hang_report import write_hang_report
+from utils.monitor.hangs.hang_report import write_hang_report
 from utils.startup import secret
 from utils.tools.cli import defaults
 from utils.tools.doctor.check import Ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", which needs no other rank
 
 from tests.unit.programs import python
-from utils.monitor.collectives import has_recorder, read_collectives
+from utils.monitor.hangs.collectives import has_recorder, read_collectives
 
 CONFIG = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
 ENTRY = {"record_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": 3, "p2p_seq_id": 0,

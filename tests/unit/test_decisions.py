@@ -8,7 +8,7 @@ import pytest
 
 from utils.launch_protocol import Failure
 from utils.monitor.decisions import Action, Decisions, ReportToLauncher, Send, State
-from utils.monitor.hang import Collective, Group, Position
+from utils.monitor.hangs.positions import Collective, Group, Position
 
 HOSTS = {0: "h0 (pid 1)", 1: "h1 (pid 2)", 2: "h2 (pid 3)"}
 BAD = Failure("rank 1 failed: ValueError", "exception", 1, "h1")

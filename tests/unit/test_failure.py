@@ -13,7 +13,8 @@ from torch.distributed import HashStore, PrefixStore
 
 from tests.unit.programs import python
 from utils.checkpoint import CheckpointError, contents
-from utils.monitor.shutdown import Shutdown, peer_failure, write_error_file
+from utils.launchers.torchrun import write_error_file
+from utils.monitor.shutdown import Shutdown, peer_failure
 
 HOST = socket.gethostname()
 

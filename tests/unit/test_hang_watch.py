@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from utils.monitor.hang import Collective, Group, Position, ProcessState, Stay, Work, describe
-from utils.monitor.positions import HangWatch, Heartbeat
-from utils.monitor.stay import StayWatch
+from utils.monitor.hangs.hang_cause import describe
+from utils.monitor.hangs.hang_watch import HangWatch, Heartbeat
+from utils.monitor.hangs.positions import Collective, Group, Position, ProcessState, Stay, StayWatch, Work
 
 HOSTS = {rank: f"h{rank} (pid {rank + 100})" for rank in range(4)}
 

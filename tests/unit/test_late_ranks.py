@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from utils.monitor.hang import Collective, Group, Position, Work, at_fault, describe, describe_mismatch
-from utils.monitor.positions import HangWatch, Heartbeat, time_before
+from utils.monitor.hangs.hang_cause import at_fault, describe, describe_mismatch
+from utils.monitor.hangs.hang_watch import HangWatch, Heartbeat, time_before
+from utils.monitor.hangs.positions import Collective, Group, Position, Work
 
 GROUP = "1 (ranks 0-2)"
 

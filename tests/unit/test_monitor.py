@@ -15,7 +15,7 @@ from tests.unit.channels import opened_pair
 from tests.unit.notices import served
 from utils.channel import Channel, Peer
 from utils.launch_protocol import REPORT, Failure, report_first_cause
-from utils.monitor.hang import Collective, Group, user_frame
+from utils.monitor.hangs.positions import Collective, Group, user_frame
 from utils.monitor.monitor import Monitor
 
 Channels = list[list[Channel]]  # of each rank

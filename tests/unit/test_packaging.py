@@ -184,7 +184,7 @@ def test_a_start_loads_no_more_than_it_needs(tmp_path: Path) -> None:
     loaded = done.stdout.partition("loaded: ")[2].split()
     assert "startup.exchange" in loaded and "monitor.monitor" in loaded, done.stderr
     others = ("tools", "training", "checkpoint", "data", "metrics", "preemption", "job", "host.gpus", "monitor.hang",
-              "monitor.positions", "monitor.inspection", "monitor.watch", "consistency")
+              "monitor.inspection", "consistency")
     of_steps = {"job", "job.slurm_steps", "training_hooks"}
     assert not [name for name in loaded if name.startswith(others) and name not in of_steps]
 

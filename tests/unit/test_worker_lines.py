@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.programs import ROOT, python
-from utils.monitor.worker_lines import read_stack, waits_for_work
+from utils.monitor.hangs.worker_lines import read_stack, waits_for_work
 
 PROGRAM = """
 import ctypes, multiprocessing, os, signal, sys, threading, time
 import torch.utils.data as data
 from utils.monitor import worker_stacks
-from utils.monitor.worker_lines import worker_lines
+from utils.monitor.hangs.worker_lines import worker_lines
 
 how, method = sys.argv[1:]
 fork = multiprocessing.get_context("fork")

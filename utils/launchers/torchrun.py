@@ -5,6 +5,10 @@ Source: https://pytorch.org/docs/stable/elastic/run.html.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import time
 from collections.abc import Iterator, Mapping
 
 from .launcher import Launcher, Placement, is_set, node_file, number, shown
@@ -135,3 +139,18 @@ class Torchrun(Launcher):
 
     def has_store(self, environ: Mapping[str, str]) -> bool:
         return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def write_error_file(cause: str, *, is_root_cause: bool) -> None:
+    """Give torchrun's agent the cause. It takes its worker with the earliest time for the root.
+
+    A killed worker has no file; its time is when the agent noticed. Other ranks' times are later.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    timestamp = int(time.time()) + (0 if is_root_cause else 60)
+    details = {"py_callstack": cause, "timestamp": str(timestamp)}
+    message = {"message": cause, "extraInfo": details}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message}, file)

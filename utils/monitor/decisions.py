@@ -15,7 +15,7 @@ from ..host.cores import name_ranks
 from ..launch_protocol import Failure
 
 if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
-    from .hang import Collective, Position
+    from .hangs.positions import Collective, Position
 
 HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
 DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it responds to a query
@@ -288,32 +288,32 @@ class Decisions:
 
         gloo ends the process of a rank that receives more than it expects.
         """
-        from . import hang
+        from .hangs import hang_cause
 
         known = self.known_cause()
         if not known:
             return
-        if mismatch := hang.describe_mismatch(self.positions, self.hosts, all_sizes=True):
-            ranks = hang.mismatched(self.positions, all_sizes=True)
+        if mismatch := hang_cause.describe_mismatch(self.positions, self.hosts, all_sizes=True):
+            ranks = hang_cause.mismatched(self.positions, all_sizes=True)
             aborted = next(rank for rank, cause in self.departed.items() if cause is known)
             text = f"{mismatch}. Then gloo aborted rank {aborted} (SIGABRT)"
             self.first = self.hang(text, ranks)
-        elif example := hang.describe_waiting(self.positions):
+        elif example := hang_cause.describe_waiting(self.positions):
             self.first = known._replace(text=f"{known.text}. {example}. {_ABORTED}")
 
     def _find_hung(self) -> None:
         """Find the ranks for which a collective has timed out."""
-        from . import hang
+        from .hangs import hang_cause
 
         running = self.running()
         if self._find_named(running):
             return
-        missing = hang.unreported(self.positions, running)
-        self.hung = {*hang.late(self.positions, running), *missing}
+        missing = hang_cause.unreported(self.positions, running)
+        self.hung = {*hang_cause.late(self.positions, running), *missing}
         # A rank that has left, such as one that only sent, is not the cause if another is late.
         if self.hung or not self.known_cause():
-            text = hang.describe(self.positions, self.hosts, running, self.silent)
-            self.first = self.hang(text, hang.at_fault(self.positions, running))
+            text = hang_cause.describe(self.positions, self.hosts, running, self.silent)
+            self.first = self.hang(text, hang_cause.at_fault(self.positions, running))
 
     def _find_named(self, running: Sequence[int]) -> bool:
         """Blame the ranks that torch itself names; return whether it names any."""

@@ -53,7 +53,7 @@ def last_exit() -> ExitCall | None:
 def _exit(status: Any = None, /) -> Any:
     global _last
     if threading.current_thread() is threading.main_thread():
-        from .hang import user_frame  # only an exit needs it
+        from .hangs.positions import user_frame  # only an exit needs it
 
         place = user_frame(_frames(sys._getframe(1)))
         _last = ExitCall(status, place, sys.exc_info()[1], entered_collectives())

@@ -12,39 +12,69 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
-from ..channel import Message
+from ..channel import Channel, Message, Peer
 from ..host import process
 from ..host.process import work_done
 from ..launch_protocol import Failure
 from .decisions import DECIDE_SECONDS, host_of
-from .hang import (
+from .hangs.hang_cause import at_fault, places_of_waits, summary, unreported, waits
+from .hangs.hang_watch import BUSY_FACTOR, HangWatch, Heartbeat
+from .hangs.positions import (
     Group,
     Position,
     ProcessState,
     Stay,
+    StayWatch,
     Work,
-    at_fault,
     main_thread_location,
-    places_of_waits,
-    summary,
-    unreported,
-    waits,
+    sample,
 )
-from .positions import BUSY_FACTOR, HangWatch, Heartbeat
-from .stay import StayWatch, sample
-from .worker_lines import worker_lines
+from .hangs.worker_lines import worker_lines
 
 if TYPE_CHECKING:
-    from .monitor import Monitor
+    from .decisions import Action, Decisions
+    from .hangs.positions import Collective
+
+
+class OwnProgress(Protocol):
+    """How far this rank is; see monitor.OwnRank."""
+
+    @property
+    def entered_collectives(self) -> Callable[[], int | None]: ...
+    @property
+    def progress(self) -> Callable[[], int]: ...
+    @property
+    def read_collectives(self) -> Callable[[bool], tuple[list[Collective], dict[str, Group]]]: ...
+
+
+class Ranks(Protocol):
+    """What an inspection needs of the Monitor that uses it: its rank, the others, their end."""
+
+    rank: int
+    decisions: Decisions
+    peers: dict[Channel, Peer]
+    leaving: bool
+    hang_announced: bool
+    collective_failed: bool
+
+    @property
+    def own(self) -> OwnProgress: ...
+    def waits(self) -> bool: ...
+    def departed_ranks(self) -> dict[int, str]: ...
+    def send_all(self, message: Message) -> None: ...
+    def carry_out(self, actions: Iterable[Action]) -> None: ...
+    def end_all(
+        self, message: str, cause: Failure, files: Mapping[str, str] | None = None, folder: str = ""
+    ) -> None: ...
 
 
 class Inspection:
     """The states of silent ranks, and the watch for hangs. Used by a Monitor, under its lock."""
 
-    def __init__(self, monitor: Monitor) -> None:
+    def __init__(self, monitor: Ranks) -> None:
         self.watch: HangWatch | None = None
         self._monitor, self._decisions = monitor, monitor.decisions
         self._next_beat = time.monotonic()

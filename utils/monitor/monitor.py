@@ -39,9 +39,9 @@ from . import decisions as rules
 from .decisions import DECIDE_SECONDS, Action, Decisions, Send, waits
 
 if TYPE_CHECKING:  # loaded when a rank hangs or times out, or with hang_timeout
-    from .hang import Collective, Group
+    from .hangs.hang_watch import HangWatch
+    from .hangs.positions import Collective, Group
     from .inspection import Inspection
-    from .positions import HangWatch
 
 HUNG_RANK_TIMEOUT = 10.0
 _ACKNOWLEDGE_SECONDS = 2.0  # that a leaving rank waits for its report to arrive
@@ -218,7 +218,7 @@ class Monitor:
             return cause
 
     def departed_ranks(self) -> dict[int, str]:
-        """Return what the function of this name does."""
+        """Return the ranks that have ended, and why; takes the lock."""
         with self._lock:
             departed = self.decisions.departed.items()
             return {rank: cause.text if cause else "" for rank, cause in departed}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import re
 import socket
@@ -28,6 +27,7 @@ from ..errors import LaunchError
 from ..host import process
 from ..launch_protocol import EXIT_REQUEUE, Failure, describe, may_have, report_first_cause
 from ..launchers.launcher import Placement
+from ..launchers.torchrun import write_error_file
 from ..log import get_logger
 from . import exit_calls
 from .counts import entered_collectives
@@ -299,7 +299,7 @@ def _place_of(error: BaseException, call: str = "") -> str:
 
     call: the name to show; "" for the innermost function.
     """
-    from .hang import user_frame
+    from .hangs.positions import user_frame
 
     frames = traceback.extract_tb(error.__traceback__)
     place = user_frame((f.filename, f.lineno or 0, f.name) for f in reversed(frames))
@@ -325,21 +325,6 @@ def _raised_by_torch(error: BaseException) -> bool:
     """Whether the innermost frame is in torch or in this package, as for a collective."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and os.path.abspath(frames[-1].filename).startswith(_TORCH_AND_KIT)
-
-
-def write_error_file(cause: str, *, is_root_cause: bool) -> None:
-    """Give torchrun's agent the cause. It takes its worker with the earliest time for the root.
-
-    A killed worker has no file; its time is when the agent noticed. Other ranks' times are later.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    timestamp = int(time.time()) + (0 if is_root_cause else 60)
-    details = {"py_callstack": cause, "timestamp": str(timestamp)}
-    message = {"message": cause, "extraInfo": details}
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": message}, file)
 
 
 # A failed start ----------------------------------------------------------------------------------

@@ -13,18 +13,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from .hang import (
-    Position,
-    ProcessState,
-    Wait,
+from .hang_cause import (
     describe,
+    describe_idle,
     describe_mismatch,
     late,
     may_be_awaited,
     unreported,
     waits,
 )
-from .idle import describe_idle
+from .positions import Position, ProcessState, Wait
 
 BUSY_FACTOR = 3
 BUSY_CPU = 0.2  # of a core

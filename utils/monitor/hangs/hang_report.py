@@ -1,4 +1,8 @@
-"""The file of one rank about a hang: its stacks and last collectives. Loaded with a HangWatch."""
+"""Begin to watch for hangs, and write the file of one rank about one: stacks and last collectives.
+
+Loaded a little after the start, since it imports much, but before a hang: the file system may be
+what hangs.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,19 @@ import socket
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import TextIO
 
-from ..log import get_logger
-from .collectives import show_collectives
-from .shutdown import write_error_file
+import torch
+
+from ...launch_protocol import notice_after
+from ...launchers.torchrun import write_error_file
+from ...log import get_logger
+from . import collectives
+from .hang_watch import HangWatch, time_before
 
 _log = get_logger(__name__)
-_KIT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_KIT = os.path.join(Path(__file__).absolute().parents[2], "")
 
 
 def write_hang_report(rank: int, folder: str, cause: str) -> None:
@@ -51,10 +60,45 @@ def _write_stacks(file: TextIO, cause: str) -> None:
         stacks.append((is_of_kit, thread is not main, thread.name if thread else "", lines))
     for *_, name, lines in sorted(stacks, key=lambda stack: stack[:2]):
         file.write(f"\nThread {name}:\n{''.join(lines)}")
-    file.write(f"\n{show_collectives()}")
+    file.write(f"\n{collectives.show_collectives()}")
 
 
 def _is_of_kit(line: str) -> bool:
     """Whether a line of a stack is in this package, or in the library that starts its threads."""
     path = line.split('"')[1] if '"' in line else ""
     return path.startswith((_KIT, os.path.dirname(threading.__file__)))
+
+
+_log = get_logger(__name__)
+
+
+def make_watch(
+    rank: int,
+    world_size: int,
+    backend: str,
+    seconds: float,
+    *,
+    before_torch: bool = False,
+    ends_itself: bool = False,
+) -> HangWatch:
+    """Return what decides whether the ranks hang.
+
+    seconds: without progress, until a hang. before_torch: they are torch's own time limit, and
+    the ranks end before it. ends_itself: see HangWatch.
+    """
+    has_recorder = collectives.has_recorder()
+    if not has_recorder and not before_torch and rank == 0:
+        _log.warning(
+            f"torch {torch.__version__} does not record the collectives of {backend} "
+            f"(TORCH_FR_BUFFER_SIZE={os.environ.get('TORCH_FR_BUFFER_SIZE', '')!r}): the cause "
+            "of a hang is then found from stacks and counts of collectives alone. Unset this "
+            "variable if it is 0; otherwise use a newer torch"
+        )
+    return HangWatch(
+        time_before(seconds) if before_torch else seconds,
+        world_size,
+        recorded=has_recorder and backend == "gloo",  # a rank that waits uses no CPU
+        before_torch=before_torch,
+        ends_itself=ends_itself,
+        notice_after=notice_after(),
+    )

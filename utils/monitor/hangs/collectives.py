@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ..host.cores import format_ranges
-from .counts import group_timeout, sequence_number, total_collectives
-from .hang import Collective, Group, thread_location, user_frame
+from ...host.cores import format_ranges
+from ..counts import group_timeout, sequence_number, total_collectives
+from .positions import Collective, Group, thread_location, user_frame
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 

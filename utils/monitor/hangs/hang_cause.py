@@ -1,133 +1,21 @@
-"""Find the ranks for which the others wait in a collective, from reported positions. No torch."""
+"""Find and word the cause of a hang in reported positions: the ranks that the others wait for.
+
+No torch, no input or output.
+"""
 
 from __future__ import annotations
 
 import functools
-import os
-import sys
-import sysconfig
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from types import FrameType
-from typing import NamedTuple, TypedDict
 
-from ..host.cores import name_ranks, parse_ranges
+from ...host.cores import name_ranks, parse_ranges
+from .positions import Collective, Group, Position, Wait
 
 _SHOWN_RANKS = 8
 # Sizes that have to be equal on all ranks. Those of a gather or an all-to-all may differ.
 _WITH_ROOT = ("broadcast", "reduce", "gather", "scatter")
 _EQUAL_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce")
-
-
-class Collective(TypedDict):
-    """One collective or transfer that a rank has entered."""
-
-    group: str  # "" for all ranks, else its name and ranks: "1 (ranks 0-2)"
-    number: int  # within the group, and equal on its ranks
-    operation: str  # "all_reduce"
-    sizes: str  # of its inputs: "[[4]]"
-    between_two: bool  # a send or a receive
-    peer: int | None  # of a transfer: the other rank, None where unknown
-    location: str
-    thread: int  # that entered it
-    pending: bool  # it has not ended
-    blocks: bool  # and its thread waits for that
-
-
-class Group(NamedTuple):
-    """A process group, as one of its ranks sees it."""
-
-    ranks: str  # "0-3"
-    entered: int | None  # the number of its newest collective; None where unknown
-    location: str = ""  # now, of the thread that entered it
-    thread: int = 0
-    timeout: float | None = None  # seconds, of its collectives; None where unknown
-
-
-class Work(NamedTuple):
-    """What a rank and its child processes have used since they were started."""
-
-    cpu_seconds: float = 0.0
-    megabytes: float = 0.0  # read and written
-    waits_for_disk: bool = False  # now
-    wakeups: int = 0  # of the rank's main thread
-
-
-class ProcessState(NamedTuple):
-    """The state of a rank that does not respond, as another rank of its host sees it."""
-
-    why_stopped: str  # "stopped by a signal (SIGSTOP or SIGTSTP)"; "" where it runs
-    cpu_seconds: float  # of its main thread
-
-
-class Stay(NamedTuple):
-    """How long a main thread has been at the same few lines."""
-
-    seconds: float = 0.0
-    location: str = ""  # where it was most often
-
-
-class Position(NamedTuple):
-    """How far a rank has progressed."""
-
-    collectives: int  # that it has entered
-    location: str  # of its main thread: "/home/me/train.py, line 40, in main"
-    last: tuple[Collective, ...] = ()  # the last collectives, oldest first; empty if unknown
-    work: Work = Work()
-    groups: Mapping[str, Group] = {}  # by their names in Collective
-    # Lines of the DataLoader workers that the main thread waits for, "" for unknown ones; empty
-    # where it waits for none.
-    workers: tuple[str, ...] = ()
-    stay: Stay = Stay()
-
-
-class Wait(NamedTuple):
-    """A collective or transfer that a rank waits in, and the ranks that it waits for."""
-
-    call: Collective
-    awaited: tuple[int, ...]  # empty where unknown
-
-
-def main_thread_location() -> str:
-    """Return the innermost frame of the main thread that is in user code."""
-    main = threading.main_thread().ident or 0
-    return thread_location(sys._current_frames().get(main)) or "an unknown location"
-
-
-def thread_location(frame: FrameType | None) -> str:
-    """Return the first frame from a thread's innermost on that is in user code; "" without one."""
-    # faulthandler shows the same frames, but only as text in a file.
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return user_frame(frames)
-
-
-def user_frame(frames: Iterable[tuple[str, int, str]]) -> str:
-    """Return the first frame that is in no library; the very first if all are; "" without frames.
-
-    frames: file, line and function, innermost first.
-    """
-    found = list(frames)
-    chosen = next((frame for frame in found if is_in_user_code(frame[0])), None)
-    file, line, function = chosen or (found[0] if found else ("", 0, ""))
-    return f"{file}, line {line}, in {function}" if file else ""
-
-
-def is_in_user_code(file: str) -> bool:
-    """Whether a file of a frame is in no library, neither of Python nor of torch or the kit."""
-    # torch may be in the site-packages of a module of the cluster, not of this Python.
-    is_installed = "/site-packages/" in file or "/dist-packages/" in file
-    return not is_installed and not file.startswith(_libraries())
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    folders = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-    kit = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return (*folders, os.path.join(kit, ""), "<")
 
 
 def unreported(positions: Mapping[int, Position], running: Iterable[int]) -> list[int]:
@@ -294,7 +182,7 @@ def _describe_unknown(
         rank for its_waits in waiting.values() for wait in its_waits for rank in wait.awaited
     }
     shown = [
-        f"rank {rank} on {hosts[rank]} waits{_for(its_waits[0])} in "
+        f"rank {rank} on {hosts[rank]} waits{_awaited_in(its_waits[0])} in "
         f"{_show(its_waits[0].call, positions[rank])}"
         for rank, its_waits in sorted(waiting.items())
         if rank in awaited or its_waits[0].call["between_two"]
@@ -426,7 +314,7 @@ def _number(call: Collective) -> str:
     return f"collective {call['number']}" + (f" of group {call['group']}" if call["group"] else "")
 
 
-def _for(wait: Wait) -> str:
+def _awaited_in(wait: Wait) -> str:
     return f" for {name_ranks(wait.awaited)}" if wait.awaited else ""
 
 
@@ -442,3 +330,52 @@ def _show(call: Collective, position: Position) -> str:
 
 def _last_collective(positions: Mapping[int, Position]) -> int:
     return max((position.collectives for position in positions.values()), default=0)
+
+
+def describe_idle(
+    positions: Mapping[int, Position], hosts: Mapping[int, str], departed: Mapping[int, str]
+) -> str:
+    """Return where ranks are that are all idle. departed: ranks that have left, and why."""
+    shown = sorted(positions.items())[:_SHOWN_RANKS]
+    places = {rank: f"{place.location}{describe_workers(place)}" for rank, place in shown}
+    if departed or len(positions) == 1:
+        after = " after the other ranks have left" if departed else ""
+        return "; ".join(
+            f"rank {rank} on {hosts[rank]} is idle{after}. It is at {place}"
+            for rank, place in places.items()
+        )
+    if all(position.workers for position in positions.values()):
+        return f"all ranks wait for their DataLoader workers, {_describe_workers(positions)}"
+    lines = {position.stay.location for position in positions.values()}
+    if len(lines) == 1 and (line := lines.pop()):
+        seconds = min(position.stay.seconds for position in positions.values())
+        return f"all ranks have been at {line} for {seconds:.0f} s, without a collective"
+    each = (f"rank {rank} on {hosts[rank]} is at {place}" for rank, place in places.items())
+    return (
+        "which rank is wrong cannot be told: all are idle, and none waits in a collective. "
+        f"torch does not record gloo's sends and receives. {'; '.join(each)}"
+    )
+
+
+def _describe_workers(positions: Mapping[int, Position]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, position in sorted(positions.items()):
+        known = [line for line in position.workers if line]
+        ranks.setdefault(" and ".join(known), []).append(rank)
+    if list(ranks) == [""]:
+        return f"whose lines are not known. {_describe_locations(positions)}"
+    if len(ranks) == 1:
+        return f"which are at {next(iter(ranks))}"
+    places = [
+        f"those of {name_ranks(its)} are at {lines or 'lines that are not known'}"
+        for lines, its in list(ranks.items())[:_SHOWN_RANKS]
+    ]
+    return f"and {'; '.join(places)}"
+
+
+def _describe_locations(positions: Mapping[int, Position]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, position in sorted(positions.items()):
+        ranks.setdefault(position.location, []).append(rank)
+    places = (f"{name_ranks(its)} at {place}" for place, its in [*ranks.items()][:_SHOWN_RANKS])
+    return f"The ranks themselves: {', '.join(places)}"

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from types import FrameType
 
-from ..host import process
-from .hang import is_in_user_code, user_frame
-from .worker_stacks import FILE
+from ...host import process
+from ..worker_stacks import FILE
+from .positions import is_in_user_code, user_frame
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
