@@ -81,11 +81,12 @@ def _report_rank_of_torchrun(error: Exception) -> None:
     if not first:
         return
     _, rank, code = first[0]
-    how, kind = f"ended with exit status {code}", "status"
+    how = f"ended with exit status {code}"
     if code < 0:
-        how, kind = (
-            f"was ended by {signal.Signals(-code).name} (exit status {128 - code})",
-            "killed",
-        )
+        how = f"was ended by {signal.Signals(-code).name} (exit status {128 - code})"
     host = socket.gethostname()
-    send(EARLY, os.environ, Failure(f"rank {rank} on {host} {how}", kind, rank, host))
+    send(
+        EARLY,
+        os.environ,
+        Failure(f"rank {rank} on {host} {how}", "killed" if code < 0 else "status", rank, host),
+    )

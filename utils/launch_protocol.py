@@ -19,13 +19,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .errors import LaunchError
 
-REPORT = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where launch.py listens
+REPORT = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where ddpkit launch listens
 ROLE = "notice"
-_SECONDS = 5.0  # for the connection, and until launch.py has the notice
+_SECONDS = 5.0  # for the connection, and until ddpkit launch has the notice
 _LONGEST_CAUSE = 2000
 _LONGEST_DESCRIPTION = 300  # characters
 FAILURE_FILE = "DDPKIT_FAILURE_FILE"  # where a line about what failed first goes, for programs
@@ -33,17 +33,36 @@ EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: all have saved, another job is t
 FAILURE = "ddpkit-failure "  # the beginning of the line about what failed first; JSON follows
 
 
+Kind = Literal[
+    "start",  # a rank cannot start, or started with other settings
+    "exception",  # a rank raised one
+    "killed",  # a signal ended a rank
+    "uneven",  # ranks run different numbers of steps
+    "lost",  # a host does not respond
+    "hang",  # ranks wait for one that does not come
+    "training",  # check_training="error" found ranks that train differently
+    "command",  # a command of the launch failed, such as srun
+    "launch",  # the launch itself failed
+    "refused",  # the launcher refused to start the ranks
+    "status",  # a rank ended with an exit status that is not 0
+    "network",  # the ranks could not reach the launch
+    "left",  # a rank ended with status 0, and others still needed it
+    "stop",  # a stop was requested
+    "preflight",  # a check before the job failed
+    "bad host",  # a check before the job found one
+    "",  # unknown
+]
+
+
 class Failure(NamedTuple):
     """What failed first.
 
-    rank, host: at fault; None where it is not one, or unknown. kind: "start", "exception",
-    "killed", "uneven" work, host "lost", "hang"; of launch.py also "command", "launch", exit
-    "status", "left" with status 0, "stop"; of a check before the job "preflight", "bad host".
-    is_over: all ranks end: a host is lost, or they hang.
+    rank, host: at fault; None where it is not one, or unknown. kind: see Kind. is_over: all
+    ranks end, because a host is lost or they hang.
     """
 
     text: str
-    kind: str
+    kind: Kind
     rank: int | None = None
     host: str | None = None
     is_over: bool = False
@@ -108,16 +127,16 @@ def parse_address(value: str) -> tuple[list[str], int, str]:
 
 
 def report_saved(environ: Mapping[str, str] = os.environ) -> bool:
-    """Report to launch.py that all ranks have saved; return whether launch.py received it."""
+    """Report to ddpkit launch that all ranks have saved; return whether it has received that."""
     return send("saved", environ)
 
 
 def report_first_cause(
     failure: Failure, environ: Mapping[str, str] = os.environ, *, prints: bool = True
 ) -> bool:
-    """Report to launch.py what failed first; return whether launch.py has it.
+    """Report to ddpkit launch what failed first; return whether ddpkit launch has it.
 
-    prints: print it where there is no launch.py; no other rank does.
+    prints: print it where no launch listens; no other rank does.
     """
     failure = failure._replace(text=" ".join(failure.text.split())[:_LONGEST_CAUSE])
     received = send("failed", environ, failure)
@@ -136,7 +155,7 @@ def send(
     failure: Failure = _NONE,
     **more: Any,
 ) -> bool:
-    """Send "saved", "failed", EARLY, PROBLEM or "checkpoint"; return whether launch.py has it.
+    """Send "saved", "failed", EARLY, PROBLEM or "checkpoint"; return whether ddpkit launch has it.
 
     more: fields beside those of the failure. This process may end in a moment.
     """
@@ -153,7 +172,7 @@ def query(
 ) -> dict[str, Any] | None:
     """Send as send(), and return the answer; None where none comes.
 
-    seconds: for each connection to an address of launch.py, and until it answers.
+    seconds: for each connection to an address of ddpkit launch, and until it answers.
     """
     from . import channel  # most ranks send none
 

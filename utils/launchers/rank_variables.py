@@ -25,8 +25,8 @@ RANK_VARIABLES = (  # of each rank, as torchrun names them
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# "2/4": which of the processes that launch.py has started this is, or is below. It stays where a
-# launcher below that process sets RANK and WORLD_SIZE anew.
+# "2/4": which process of ddpkit launch this is, or is below. It stays where a launcher
+# below that process sets RANK and WORLD_SIZE anew.
 LAUNCH_RANK = "DDPKIT_LAUNCH_RANK"
 # Set by ddpkit launch --independent, or by the user: processes need not form one group.
 INDEPENDENT = "DDPKIT_INDEPENDENT"
@@ -81,7 +81,7 @@ def rank_process(environ: Mapping[str, str]) -> RankProcess | None:
 def launch_rank(environ: Mapping[str, str]) -> str:
     """Return LAUNCH_RANK if this process must form a group with all processes of that launch.
 
-    "" where it need not: without launch.py, with INDEPENDENT, and below a rank that has its group.
+    "" where it need not: without a launch, with INDEPENDENT, and below a rank that has its group.
     """
     rank = rank_process(environ)
     if environ.get(INDEPENDENT) or rank is not None and not rank.is_this:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..channel import Message
 from ..host.cores import name_ranks
-from ..launch_protocol import Failure
+from ..launch_protocol import Failure, Kind
 
 if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
     from .hangs.positions import Collective, Position
@@ -50,7 +50,7 @@ class Send(NamedTuple):
 
 
 class ReportToLauncher(NamedTuple):
-    """Report the first cause to launch.py."""
+    """Report the first cause to ddpkit launch."""
 
     cause: Failure
 
@@ -167,7 +167,7 @@ class Decisions:
                 "crashed, or called os._exit(). The launcher's output has its exit status"
             )
         self.states[rank] = State.LOST if host_lost else State.KILLED
-        failure = self.failure_of(rank, text, self.states[rank].value)
+        failure = self.failure_of(rank, text, "lost" if host_lost else "killed")
         if not is_starting:
             self.departed[rank] = failure
             return []
@@ -220,7 +220,7 @@ class Decisions:
         """Whether a rank has ended in one of these ways, by Failure.kind."""
         return any(cause.kind in kinds for cause in self.departed.values() if cause)
 
-    def failure_of(self, rank: int, text: str, kind: str) -> Failure:
+    def failure_of(self, rank: int, text: str, kind: Kind) -> Failure:
         return Failure(text, kind, rank, host_of(self.hosts[rank]))
 
     def hang(self, text: str, ranks_at_fault: Collection[int]) -> Failure:
@@ -231,11 +231,11 @@ class Decisions:
         return Failure(text, "hang")
 
     def reports(self, cause: Failure) -> bool:
-        """Whether this rank reports a cause to launch.py: rank 0, the rank at fault, or any."""
+        """Whether this rank reports a cause to ddpkit launch: rank 0, the rank at fault, or any."""
         return self.rank in (0, cause.rank) or 0 in self.departed
 
     def prints(self, cause: Failure) -> bool:
-        """Whether this rank prints a cause where there is no launch.py: one rank does."""
+        """Whether this rank prints a cause where there is no ddpkit launch: one rank does."""
         if cause.kind in ("exception", "start"):
             return self.rank == cause.rank
         return self.rank == 0 or 0 in self.departed

@@ -106,7 +106,7 @@ class Monitor:
         self._inspection: Inspection | None = None
         self._make_watch: Callable[[], HangWatch] | None = None
         self._watch_at = 0.0  # monotonic seconds
-        self._reported = 0  # to launch.py: 1; 2: also that all ranks end
+        self._reported = 0  # to ddpkit launch: 1; 2: also that all ranks end
 
         self._lock = threading.RLock()
         self._all_started = threading.Event()
@@ -238,9 +238,9 @@ class Monitor:
         return self.decisions.first or cause
 
     def report_to_launcher(self, cause: Failure) -> None:
-        """Report the first cause to launch.py, once; without it, one of the ranks prints it.
+        """Report the first cause to ddpkit launch, once; without it, one of the ranks prints it.
 
-        In a thread, for which the end of the program waits: launch.py may be cut off.
+        In a thread, for which the end of the program waits: ddpkit launch may be cut off.
         """
         with self._lock:
             is_over = self.hang_announced or self.decisions.has_ended("lost")
@@ -356,7 +356,7 @@ class Monitor:
             self._all_started.set()
 
     def carry_out(self, actions: Iterable[Action]) -> None:
-        """Send the messages of actions, and report to launch.py."""
+        """Send the messages of actions, and report to ddpkit launch."""
         for action in actions:
             if not isinstance(action, Send):
                 if not self._reported:

@@ -206,7 +206,7 @@ class Shutdown:
         is_exit = isinstance(error, SystemExit | KeyboardInterrupt)
         if not (printed or is_exit or another_rank_shows_it):
             sys.stderr.write("".join(traceback.format_exception(error)))
-        if not first:  # else launch.py prints it, or one of the ranks
+        if not first:  # else ddpkit launch prints it, or one of the ranks
             sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
         write_error_file(message, is_root_cause=is_root_cause)

@@ -13,7 +13,7 @@
 
 Exit status 0: the training is done. EXIT_REQUEUE: it has saved and is to be continued by the next
 job. Any other status: an error. srun, mpiexec and the job script pass the status on; torchrun turns
-it into 1. Under scripts/launch.py rank 0 reports that all ranks have saved, and launch.py exits
+it into 1. Under scripts/launch.py rank 0 reports that all ranks have saved, and ddpkit launch exits
 with EXIT_REQUEUE whatever launcher is in between.
 """
 
@@ -214,8 +214,8 @@ class StopSignal:
     def exit_status(self) -> int:
         """The status for sys.exit(): EXIT_REQUEUE after a stop, else 0.
 
-        Under launch.py it is 0 as well once rank 0 has reported the stop on leaving the StopSignal.
-        What is between launch.py and the ranks then sees no failure for which it would end the
+        Under ddpkit launch it is 0, too, once rank 0 has reported the stop on leaving StopSignal.
+        What is between ddpkit launch and the ranks then sees no failure for which it would end the
         other ranks or restart them. It is 1 on rank 0 if another rank has failed.
         """
         return self._status_after_stop if self.stopped else 0
@@ -334,7 +334,7 @@ def _calls(communicator: StoreCommunicator | None) -> CallsOfAllRanks | None:
 
 
 def _report_stop() -> int:
-    """Report to launch.py that all ranks have saved; return the exit status to leave with."""
+    """Report to ddpkit launch that all ranks have saved; return the exit status to leave with."""
     return 0 if report_saved() else EXIT_REQUEUE
 
 

@@ -60,7 +60,7 @@ class RankReport(TypedDict):
     binding: str  # DDPKIT_CPU_BIND; "" if it is unset
     omp_num_threads: str  # "" where it is not set
     openmp_binding: str  # the variable that makes OpenMP bind threads, with its value; or ""
-    launch_rank: str  # "2/4": of the process that launch.py has started; "" where none counts
+    launch_rank: str  # "2/4": of the process that ddpkit launch has started; "" where none counts
     notes: list[str]
     backend: str
     devices: list[str]  # visible ones, by identity; empty for the CPU
@@ -222,7 +222,7 @@ def _check_same_everywhere(reports: Sequence[RankReport]) -> None:
 
 
 def _check_whole_launch(reports: Sequence[RankReport]) -> None:
-    """Raise LaunchError if processes that launch.py has started are missing in this group."""
+    """Raise LaunchError if processes that ddpkit launch has started are missing in this group."""
     started = {report["launch_rank"] for report in reports if report["launch_rank"]}
     for text in sorted(started):
         index, _, count = text.partition("/")

@@ -29,13 +29,13 @@ _LONGEST_WAIT_SECONDS = 1.0
 def find_secret(environ: Mapping[str, str], placement: Placement, identity: str) -> str:
     """Return the secret that the ranks have without rank 0; "" for none.
 
-    It is that of FILE or launch.py, or a new one that the ranks of one host share in a private
+    It is that of FILE or ddpkit launch, or a new one that the ranks of one host share in a private
     file. identity: of the launch, "" where it is unknown. Raises LaunchError if FILE is not usable.
     """
     if path := environ.get(FILE):
         return _of_user(path)
     *_, secret = parse_address(environ.get(REPORT, ""))
-    # The ranks of another launcher below a rank of launch.py need not have all its variables.
+    # The ranks of another launcher below a rank of ddpkit launch need not have all its variables.
     position = launch_rank(environ)
     if secret and (
         position.endswith(f"/{placement.world_size}")

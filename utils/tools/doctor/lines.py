@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from ...launch_protocol import FAILURE, Failure
+from ...launch_protocol import FAILURE, Failure, Kind
 from .causes import CAUSES
 from .failure_cause import CauseLevel, FailureCause
 from .labels import HOST, split_labels
@@ -59,7 +59,7 @@ _EXIT = re.compile(
 _BY_SLURM = re.compile(
     r"slurmstepd|StepId=|Exceeded \w+ memory limit|oom[-_]kill event|Slurm reports"
 )
-# What launch.py prints at the end. "error: " is not before what a rank has reported.
+# What ddpkit launch prints at the end. "error: " is not before what a rank has reported.
 _CLOSING = re.compile(
     r"ddpkit launch: (?P<error>error: )?(?P<text>.*?)(?:, the others will be ended)?$"
 )
@@ -67,11 +67,11 @@ _CLOSING_RANK = re.compile(
     rf"rank (\d+)(?: on ({HOST}))?(?: \([^)]*\))?(?:, rank \d+(?: on {HOST})?)*"
     r"(?: and \d+ more)? (.*)"
 )
-# The same of a rank without launch.py, which prints the cause once, or repeats it.
+# The same of a rank without ddpkit launch, which prints the cause once, or repeats it.
 _REPORTED = re.compile(
     rf"(?:^|: )(?:rank \d+ on {HOST} (?:stops|is ended), because )?(rank \d+ on {HOST}\b.*)"
 )
-# The host that an error of launch.py is about: "on n2 /data is missing", "torchrun on n7 ended".
+# The host that an error of the launch is about: "on n2 /data is missing", "torchrun on n7 ended".
 _HOST_AT_FAULT = re.compile(
     rf"^on ({HOST}) |\bconnection to ({HOST}) was lost|\bconnected from ({HOST})(?: within|\. )"
     rf"|^[\w./-]+ on ({HOST}) (?:ended|was|has|did)|^a process \w* ?on ({HOST}) "
@@ -84,7 +84,8 @@ _ABOUT_RANKS = re.compile(
     r"\bhang\b|\bis lost\b|\blost contact\b|\bdisagree\b|\bwait for\b|\bwait in\b|\bdid not enter\b"
     r"|\bdoes not respond\b|\bno collective for\b|\ball ranks wait\b"
 )
-_CLOSING_KINDS = (  # the beginning of the text after rank and host, and the kind of the failure
+# How a closing line goes on after rank and host, and the kind of the failure.
+_CLOSING_KINDS: tuple[tuple[str, Kind], ...] = (
     ("failed: ", "exception"), ("was ended by ", "status"),
     ("ended with exit status 0", "left"), ("had ended with exit status 0", "left"),
     ("ended with exit status ", "status"), ("ended without a report", "killed"),
@@ -184,12 +185,12 @@ def read_restart(line: str) -> str:
 
 
 def is_restart(line: str) -> bool:
-    """Whether launch.py says that it starts the ranks again: what was before is overcome."""
+    """Whether ddpkit launch says that it starts the ranks again: what was before is overcome."""
     return _RESTARTED.match(split_labels(line).message) is not None
 
 
 def read_restart_line(line: str) -> tuple[str, str]:
-    """Return what launch.py says about a restart, and why there is none; "" and "" without."""
+    """Return what ddpkit launch says about a restart, and why there is none; "" and "" without."""
     message = split_labels(line).message
     restart, none = _RESTART.match(message), _NO_RESTART.match(message)
     return restart[1] if restart else "", none[1] if none else ""
@@ -207,9 +208,9 @@ def _blame_memory(failure: Failure) -> Failure:
 
 
 def read_closing_line(line: str, *, has_started: bool = True) -> Failure | None:
-    """Return what launch.py says last to people; None for another line of launch.py.
+    """Return what ddpkit launch says last to people; None for another line of ddpkit launch.
 
-    The line is read where no line for programs is in the output. has_started: launch.py has said
+    The line is read where no line for programs is in the output. has_started: the launch has said
     which ranks it starts; otherwise it may have refused its command line.
     """
     found = _CLOSING.match(split_labels(line).message)
@@ -235,7 +236,7 @@ def read_closing_line(line: str, *, has_started: bool = True) -> Failure | None:
 
 
 def read_reported_cause(line: str) -> Failure | None:
-    """Return what a rank without launch.py says to people about what failed first."""
+    """Return what a rank without ddpkit launch says to people about what failed first."""
     found = _REPORTED.search(line)
     return _read_cause(found[1]) if found else None
 

@@ -59,7 +59,7 @@ _FILE_RANK = re.compile(r"rank[-_.]?(\d+)")
 _TRACEBACK = "Traceback (most recent call last)"
 _LINES_OF_CHAIN = 100  # between two exceptions of one failure
 _LONGEST_TRACEBACK = 500  # lines, with those of other ranks between
-# What launch.py says of a restart that would fail, too.
+# What ddpkit launch says of a restart that would fail, too.
 _FAILS_AGAIN = re.compile(r"the same failure twice|\d+ failures without a new checkpoint")
 _HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at the top of a job
 
@@ -92,8 +92,8 @@ class Diagnosis:
     rank: int | None
     host: str | None
     others: tuple[LogFinding, ...]  # what else was found, in the order of the files
-    restarts: tuple[str, ...] = ()  # of the ranks by launch.py: "restart 1 without n2, ..."
-    no_restart: str = ""  # why launch.py did not start the ranks again
+    restarts: tuple[str, ...] = ()  # of the ranks by ddpkit launch: "restart 1 without n2, ..."
+    no_restart: str = ""  # why ddpkit launch did not start the ranks again
 
     @property
     def cause(self) -> FailureCause:
@@ -169,12 +169,12 @@ class _Reader:
         self._has_failure = False  # a line that the kit has written for programs
         self._restarts: list[str] = []
         self._no_restart = ""
-        # The last line of launch.py, or else the first one of a rank that could not start: what it
+        # The last line of the launch, or else the first one of a rank that could not start: what it
         # says, and a line to be noted.
         self._closing: tuple[Failure, _Line] | None = None
         self._launch_error: tuple[Failure, _Line] | None = None
-        self._reported: tuple[Failure, _Line] | None = None  # by a rank without launch.py
-        self._has_started = False  # launch.py has started ranks
+        self._reported: tuple[Failure, _Line] | None = None  # by a rank without ddpkit launch
+        self._has_started = False  # ddpkit launch has started ranks
 
     def read(self, stream: BinaryIO, name: str, number: int) -> None:
         label = _FILE_RANK.search(os.path.basename(name))
@@ -517,7 +517,7 @@ def describe(found: Diagnosis | None) -> str:
 
 
 def _describe_restarts(found: Diagnosis) -> str:
-    """Return what launch.py has done itself, before the last failure and after it."""
+    """Return what ddpkit launch has done itself, before the last failure and after it."""
     count = len(found.restarts)
     times = f"The ranks were started again {count} time{'s' * (count > 1)}"
     before = f"{times} before it ({'; '.join(found.restarts)})" if count else ""

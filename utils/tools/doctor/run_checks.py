@@ -35,7 +35,7 @@ from .checks.placement import PlacementCheck
 from .checks.shared_storage import StorageCheck
 from .checks.torch_import import TorchImportCheck
 from .doctor_exchange import EARLIER_SECONDS, Lead, Rank0Lost, join
-from .peers import names_of, show
+from .networking import names_of, show
 from .report import LABELS, FindingsOfCheck, Report
 
 _LAUNCH = "launch"  # the name of the check that the runner itself does

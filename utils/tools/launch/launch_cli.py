@@ -19,7 +19,7 @@ from ...errors import LaunchError
 from ...host.cores import available_cpus
 from ...host.gpus import count_gpus, gpu_vendor
 from ...job.commands import SchedulerError
-from ...launch_protocol import FAILURE_FILE, HANG_TIMEOUT, Failure, may_have
+from ...launch_protocol import FAILURE_FILE, HANG_TIMEOUT, Failure, Kind, may_have
 from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
 from ..cli import defaults, interpreter
@@ -178,7 +178,7 @@ def launch(arguments: Sequence[str] | None = None) -> Outcome:
         SchedulerError,
         interpreter.InterpreterError,
     ) as error:
-        kind = "command" if isinstance(error, PlanError) else "launch"
+        kind: Kind = "command" if isinstance(error, PlanError) else "launch"
         Failure(str(error), kind).write()
         print_error(str(error))
         return Outcome(2, kind, str(error))

@@ -75,7 +75,7 @@ def connect(
                 refused += 1
             except OSError:
                 pass
-        # launch.py listened before this process was started. One of its addresses, such as that of
+        # The launch listened before this process was started. One of its addresses, such as that of
         # docker0, may belong to this host too, and refuse while the right one is slow to respond.
         if refused == len(addresses):
             limit = min(limit, time.monotonic() + REFUSED_SECONDS)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...launch_protocol import EXIT_REQUEUE, Failure
+from ...launch_protocol import EXIT_REQUEUE, Failure, Kind
 from ...visible_text import visible
 from .outcome import Evidence, Loss, Outcome, OutOfMemory, RankEnd, decide, describe_status
 from .stopped_ranks import describe as describe_stopped
@@ -132,7 +132,7 @@ class LaunchResult:
         now: float,
         status: int = 1,
         *,
-        kind: str = "launch",
+        kind: Kind = "launch",
         rank: int | None = None,
         host: str | None = None,
     ) -> None:

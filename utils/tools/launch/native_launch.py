@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ...host.trust import may_trust
+from ...launch_protocol import Kind
 from . import remote_shell
 from .bootstrap import module_command
 from .child_processes import HELD, TERMINATE_SECONDS
@@ -107,7 +108,7 @@ class NativeLaunch:
         without = self._ranks.hosts_without_ranks()
         where = f", and none on {', '.join(without)}" if without else ""
         ended = describe_status(self._result.launcher_status or 0)
-        kind = "refused" if self._errors.refused else "launch"
+        kind: Kind = "refused" if self._errors.refused else "launch"
         self._result.fail(
             f"{self._program} {ended} before all ranks had joined. {self._ranks.missing()}{where}. "
             f"See the messages of {self._program} above, and check that the folder {os.getcwd()} "

@@ -22,12 +22,12 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...host.cores import name_ranks
 from ...host.gpus import GPU_ERRORS
 from ...job.notation import same_host
-from ...launch_protocol import EXIT_REQUEUE, Failure
+from ...launch_protocol import EXIT_REQUEUE, Failure, Kind
 
 # Two ranks of a script that end with an error so shortly after each other: either may be the cause.
 _SAME_MOMENT_SECONDS = 0.25
@@ -114,7 +114,7 @@ class Outcome(NamedTuple):
     """
 
     status: int
-    kind: str
+    kind: Kind | Literal["complete", "saved"]
     cause: str = ""
     rank: int | None = None
     host: str | None = None
@@ -136,7 +136,7 @@ class Outcome(NamedTuple):
     @property
     def failure(self) -> Failure | None:
         """What programs read; None where nothing has failed."""
-        if not self.status or self.saved:
+        if not self.status or self.kind == "complete" or self.kind == "saved":
             return None
         return Failure(self.cause, self.kind, self.rank, self.host)
 
@@ -397,7 +397,7 @@ def _is_in(host: str, names: Iterable[str]) -> bool:
     return any(same_host(host, name) for name in names)
 
 
-def _describe_end(rank: int, host: str | None, status: int) -> tuple[str, str]:
+def _describe_end(rank: int, host: str | None, status: int) -> tuple[str, Kind]:
     """Return what the end of a rank without a report means, and the kind of that failure."""
     who = f"rank {rank}" + (f" on {host}" if host else "")
     if not status:

@@ -225,7 +225,7 @@ def _field_options(job: Job) -> Iterator[list[str]]:
     # With torchrun one task per node has the cores of all ranks.
     one_agent = job.launcher == "torchrun"
     tasks = 1 if one_agent else job.ranks
-    # A job without ranks and GPUs leaves the tasks to `sbatch -n 3`, or launch.py counts the GPUs.
+    # A job without ranks and GPUs leaves the tasks to `sbatch -n 3`, or the launch counts the GPUs.
     counts_tasks = bool(job.ranks_per_node or job.gpus_per_node)
     cores = job.cores_per_rank and job.cores_per_rank * (job.ranks if one_agent else 1)
     gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node

@@ -325,7 +325,7 @@ def missing_account(profile: Profile, job: Job) -> list[str]:
 
 
 def nested_launcher(job: Job) -> list[str]:
-    """Return why launch.py would refuse the command of a job when it starts; [] where it may."""
+    """Return why ddpkit launch would refuse a job's command when it starts; [] if it would not."""
     if job.environment.get(INDEPENDENT, os.environ.get(INDEPENDENT)):
         return []
     problem = refusal(job.command, "ddpkit submit run", f"--env {INDEPENDENT}=1")

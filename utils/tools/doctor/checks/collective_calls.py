@@ -19,7 +19,7 @@ from typing import Any
 from ....host import gpus
 from ...launch.child_ranks import environment, free_port, words
 from ..check import Check, Exchange, Finding, Level, Ranks, Reported
-from ..peers import connect_hosts, data_address, interface_problem, names_of, partners
+from ..networking import connect_hosts, data_address, interface_problem, names_of, partners
 from .torch_import import import_torch
 
 SLOW_SHARE = 0.9  # of the median, below which a GPU is slow

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ....host import network
 from ...bench.host_pairs import attribute
 from ..check import Check, Exchange, Finding, Level, Ranks, Reported
-from ..peers import NO_DATA, connect_hosts, data_address, interface_problem, names_of
+from ..networking import NO_DATA, connect_hosts, data_address, interface_problem, names_of
 
 _SHOWN = 6  # links
 _SIOCGIFMTU = 0x8921  # netdevice(7)

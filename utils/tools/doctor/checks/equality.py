@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .... import __version__
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
-from ..peers import names_of, show
+from ..networking import names_of, show
 
 _PREFIXES = (
     "NCCL_",

@@ -31,7 +31,7 @@ from ....launchers.detect import detect
 from ...schedulers import current_allocation
 from ...schedulers.allocation import AllocationError
 from ..check import Check, Finding, Level, RankPlace, Ranks, Reported
-from ..peers import show
+from ..networking import show
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SHOWN = 8

@@ -15,7 +15,7 @@ from typing import TypedDict
 
 from ....host.trust import open_private
 from ..check import Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
-from ..peers import names_of
+from ..networking import names_of
 from .limits import size_of
 
 LARGE_FILE_BYTES = 1 << 20
