@@ -14,8 +14,8 @@ import torch
 
 from .consistency import training_watch
 from .coordination import CoordinationError, StoreCommunicator
-from .host.cores import name_ranks
 from .monitor.counts import entered_collectives
+from .ranges import name_ranks
 
 _STEPS = 2  # of the optimizer, each with a collective, that show that all ranks have gone on
 _GRACE_SECONDS = 2.0  # then, for a rank that only now comes to its call

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from .host.cores import name_ranks
 from .monitor.monitor import departed_ranks
+from .ranges import name_ranks
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
 _MAX_POLLS_PER_SECOND = 20_000  # of all ranks together: one process serves the store

@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from . import __version__
 from .errors import LaunchError
 from .host import device, process
-from .host.cores import bind_process, parse_ranges
+from .host.cores import bind_process
 from .host.masks import set_masks
 from .launch_protocol import HANG_TIMEOUT, STAGED, check_effects, may_have, notice_after
 from .launchers.detect import Detection, find_launcher
@@ -52,6 +52,7 @@ from .monitor.shutdown import (
     print_without_traceback,
     start_up_time_out,
 )
+from .ranges import parse_ranges
 from .startup.address import Rendezvous, agree
 from .startup.exchange import host_and_pid
 from .startup.reports import RankReport, make_report

@@ -12,7 +12,8 @@ import pytest
 from tests.cluster.hosts import Hosts
 from tests.launch.launchers import MEET, MPIS, SHOW, STARTED, TORCHRUN, TRAIN, Lab, Result, assert_met, final_loss
 from tests.matrix import with_all
-from utils.host.cores import parse_ranges, read_topology
+from utils.host.cores import read_topology
+from utils.ranges import parse_ranges
 
 LIBRARIES = [sys.executable, str(Path(__file__).with_name("libraries.py"))]
 ON_TWO_HOSTS = "h1 h1 h2 h2"

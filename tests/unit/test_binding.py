@@ -6,6 +6,7 @@ import random
 import pytest
 
 from tests.unit.topologies import NAMES, load_site
+from utils.host.core_notes import note_on_cores
 from utils.host.cores import (
     Core,
     Cpus,
@@ -15,11 +16,10 @@ from utils.host.cores import (
     cores_in,
     divide,
     mask_of_cpus,
-    note_on_cores,
     openmp_binding,
     parse_binding,
-    parse_ranges,
 )
+from utils.ranges import parse_ranges
 from utils.tools.submission.profiles import load
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.matrix import with_all
 from tests.unit.programs import python
-from utils.host.cores import Topology, cores_in, parse_ranges, read_topology
+from utils.host.cores import Topology, cores_in, read_topology
+from utils.ranges import parse_ranges
 
 CORES = cores_in(read_topology() or Topology(()), frozenset(os.sched_getaffinity(0)))
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two cores")

@@ -21,9 +21,9 @@ from tests.unit.launch_plans import PBS, SLURM, Programs, job, make
 from tests.unit.programs import ROOT
 from utils.errors import LaunchError
 from utils.host import network, process
-from utils.host.cores import parse_ranges
 from utils.job import exclude_file
 from utils.launch_protocol import REPORT, Failure
+from utils.ranges import parse_ranges
 from utils.tools.launch import native_launch, nested
 from utils.tools.launch.child_processes import LAUNCH_VARIABLE, Processes, find_processes
 from utils.tools.launch.coordinator import Coordinator

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from utils.host.cores import name_ranks
 from utils.launchers import LaunchError, Placement
+from utils.ranges import name_ranks
 from utils.startup.reports import RankReport, check_reports, make_report
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.topologies import write_tree
-from utils.host.cores import Core, format_ranges, parse_ranges, pci_node, read_topology
+from utils.host.cores import Core, pci_node, read_topology
 from utils.host.gpus import intel_addresses, nvidia_address, visible_gpu_addresses
+from utils.ranges import format_ranges, parse_ranges
 
 
 def test_online_cores_have_their_threads_and_their_node(tmp_path: Path) -> None:

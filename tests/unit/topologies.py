@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.host.cores import Cpus, Topology, format_ranges, parse_ranges, pci_node, read_topology
+from utils.host.cores import Cpus, Topology, pci_node, read_topology
+from utils.ranges import format_ranges, parse_ranges
 
 FOLDER = Path(__file__).resolve().parents[1] / "topologies"
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # hundreds of small files

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from ..host.cores import name_ranks
 from ..log import get_logger
+from ..ranges import name_ranks
 from . import disk, lock
 from .format import MANIFEST, Damaged, Manifest, Unreadable, parse_manifest, render_manifest
 from .rank_file import open_regular_file

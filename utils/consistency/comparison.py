@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..host.cores import name_ranks
+from ..ranges import name_ranks
 
 if TYPE_CHECKING:
     pass

@@ -10,12 +10,13 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import LaunchError
+from ..ranges import format_ranges, parse_ranges
 from . import process
 
 
@@ -78,41 +79,6 @@ def pci_node(address: str, root: Path = Path("/")) -> int | None:
     return int(text) if text.isdecimal() else None  # the kernel writes -1 for unknown
 
 
-def parse_ranges(text: str) -> set[int]:
-    """Return the numbers of a list in the kernel's format: "0-2,8" -> {0, 1, 2, 8}.
-
-    Raises ValueError for other text.
-    """
-    found: set[int] = set()
-    for part in text.strip().split(",") if text.strip() else ():
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
-
-
-_SHOWN_RANGES = 20  # of ranks in a message
-
-
-def name_ranks(ranks: Collection[int]) -> str:
-    """Return ranks for a message: [5] -> "rank 5", [1, 2, 3, 7] -> "ranks 1-3,7"."""
-    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks, most=_SHOWN_RANGES)}"
-
-
-def format_ranges(numbers: Iterable[int], most: int | None = None) -> str:
-    """Return the list of numbers in the kernel's format: {0, 1, 2, 8} -> "0-2,8".
-
-    most: ranges that are written; " ..." stands for further ones. None: all.
-    """
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    shown = (str(first) if first == last else f"{first}-{last}" for first, last in parts[:most])
-    return ",".join(shown) + (" ..." if most is not None and len(parts) > most else "")
-
-
 def _read(path: str) -> str:
     return process.read(path).decode()
 
@@ -121,14 +87,11 @@ def _read(path: str) -> str:
 
 CPU_BIND = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11"
 NO_BINDING = "none"  # its value that leaves all cores as the launcher has set them
-
 # A rank needs a core besides that of its main thread: gloo and NCCL communicate in threads of their
 # own. With one core for each of two ranks, a step over gloo took 1.01 to 1.02 times as long as with
 # both cores for both (medians of 2000 and of 400 pairs; DDPKIT_CPU_BIND=list:0:1 bench_binding.py).
 _LEAST_CORES = 2
-
 _CPUS = r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*"  # "0-3,8"
-
 Cpus = frozenset[int]
 
 
@@ -302,25 +265,15 @@ class RankCores(NamedTuple):
     gpu_node: int | None  # the NUMA node of its GPU, if the rank runs on other nodes; else None
 
 
-class CoreNote(NamedTuple):
-    """A problem with the cores of a host's ranks, and what to do."""
-
-    problem: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.problem}. {self.remedy}"
-
-
 @functools.lru_cache(maxsize=256)
-def _masks_of_ranks(host: HostMasks) -> list[Cpus]:
+def masks_of_ranks(host: HostMasks) -> list[Cpus]:
     return [frozenset(cpus_of_mask(mask)) for mask in host.masks]
 
 
 @functools.lru_cache(maxsize=256)
 def choose_cores(host: HostMasks) -> list[RankCores]:
     """Return the cores of each rank of a host. Raises LaunchError for a bad DDPKIT_CPU_BIND."""
-    masks = _masks_of_ranks(host)
+    masks = masks_of_ranks(host)
     bind = host.bind and host.binding != NO_BINDING
     known = Topology.from_text(host.topology if bind else "")
     known_nodes = {core.node for core in known.cores}
@@ -358,59 +311,3 @@ def _bind_as_given(host: HostMasks, masks: Sequence[Cpus]) -> list[Cpus]:
         raise LaunchError(str(error)) from None
     entries = (bindings[local_rank] for local_rank in host.local_ranks)
     return [entry & mask or mask for entry, mask in zip(entries, masks, strict=True)]
-
-
-def note_on_cores(
-    host: str, host_cores: int, ranks: Sequence[int], reported: HostMasks
-) -> CoreNote | None:
-    """Return the most important warning about the cores of a host's ranks; None without one.
-
-    host: its name. host_cores: the number of all its cores. ranks: in the order of `reported`.
-    """
-    chosen = choose_cores(reported)
-    masks = _masks_of_ranks(reported)
-    usable = frozenset.union(*masks)
-    known = Topology.from_text(reported.topology)
-    if len(cores_in(known, usable) or usable) < min(len(ranks), len(known.cores) or host_cores):
-        return CoreNote(
-            f"all {len(ranks)} ranks of {host} may run on core {format_ranges(usable)} only, of "
-            f"{host_cores}",
-            f"Unset {reported.openmp}, which binds them when torch is imported"
-            if reported.openmp
-            else "Request more cores, or start with --bind-to none (Open MPI), --cpu-bind none "
-            "(PALS) or --cpus-per-task (srun)",
-        )
-    binds = reported.bind and reported.binding != NO_BINDING
-    if reported.openmp and binds:
-        return CoreNote(
-            f"{reported.openmp} binds each rank when torch is imported: rank {ranks[0]} on {host} "
-            f"and its DataLoader workers may run on CPUs {format_ranges(masks[0])} only",
-            "Unset the variable: the kit then binds each rank to its share of the cores",
-        )
-    entries = parse_binding(reported.binding) if binds and reported.binding else []
-    for rank, local_rank, share, mask in zip(
-        ranks, reported.local_ranks, chosen, masks, strict=True
-    ):
-        if entries and not entries[local_rank] <= mask:
-            return CoreNote(
-                f"{CPU_BIND} gives CPUs {format_ranges(entries[local_rank])} to rank {rank} on "
-                f"{host}, which may run on {format_ranges(mask)} only; it runs on {share.cpus}",
-                f"Request whole nodes and start without --cpu-bind, or correct {CPU_BIND}",
-            )
-    far = [
-        (rank, share)
-        for rank, share in zip(ranks, chosen, strict=True)
-        if share.gpu_node is not None
-    ]
-    if not far:
-        return None
-    rank, share = far[0]
-    more = f" ({len(far)} ranks of this host are far from their GPU)" if len(far) > 1 else ""
-    return CoreNote(
-        f"rank {rank} on {host} runs on CPUs {share.cpus} of NUMA node {share.nodes}, but its GPU "
-        f"is on node {share.gpu_node}{more}",
-        f"Correct or unset {CPU_BIND}"
-        if entries
-        else "Request the whole host and start with --cpu-bind=none (srun, PALS) or --bind-to none "
-        "(Open MPI): the kit then binds each rank to cores near its GPU",
-    )

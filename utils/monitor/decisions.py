@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..channel import Message
-from ..host.cores import name_ranks
 from ..launch_protocol import Failure, Kind
+from ..ranges import name_ranks
 
 if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
     from .hangs.positions import Collective, Position

@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict
 
-from ..host.cores import name_ranks
 from ..log import get_logger
+from ..ranges import name_ranks
 
 if TYPE_CHECKING:
     from ..calls import CallsOfAllRanks

@@ -15,21 +15,20 @@ from typing import TypedDict
 
 from ..errors import LaunchError
 from ..host import network, process
+from ..host.core_notes import note_on_cores
 from ..host.cores import (
     CPU_BIND,
     HostMasks,
     RankCores,
     available_cpus,
     choose_cores,
-    format_ranges,
     mask_of_cpus,
-    name_ranks,
-    note_on_cores,
     openmp_binding,
     read_topology,
 )
 from ..launchers.launcher import Placement
 from ..launchers.rank_variables import INDEPENDENT, launch_rank, without_set_threads
+from ..ranges import format_ranges, name_ranks
 
 _SHOWN_HOSTS = 16
 _SHOWN_RANKS = 16  # of the first host, with their CPUs

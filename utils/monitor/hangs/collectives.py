@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ...host.cores import format_ranges
+from ...ranges import format_ranges
 from ..counts import group_timeout, sequence_number, total_collectives
 from .positions import Collective, Group, thread_location, user_frame
 

@@ -9,7 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ...host.cores import name_ranks, parse_ranges
+from ...ranges import name_ranks, parse_ranges
 from .positions import Collective, Group, Position, Wait
 
 _SHOWN_RANKS = 8

@@ -15,11 +15,11 @@ from ...host.cores import (
     available_cpus,
     choose_cores,
     mask_of_cpus,
-    parse_ranges,
     pci_node,
     read_topology,
 )
 from ...host.gpus import visible_gpu_addresses
+from ...ranges import parse_ranges
 from .child_processes import Processes
 from .launch_plan import Plan
 from .launch_result import print_status

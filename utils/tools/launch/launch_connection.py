@@ -15,8 +15,8 @@ from ... import channel
 from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...errors import LaunchError
 from ...host import network
-from ...host.cores import name_ranks
 from ...launch_protocol import EARLY, PROBLEM, REPORT, TRACEBACK, Failure
+from ...ranges import name_ranks
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .ignored_stops import describe

@@ -24,10 +24,10 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from ...host.cores import name_ranks
 from ...host.gpus import GPU_ERRORS
 from ...job.notation import same_host
 from ...launch_protocol import EXIT_REQUEUE, Failure, Kind
+from ...ranges import name_ranks
 
 # Two ranks of a script that end with an error so shortly after each other: either may be the cause.
 _SAME_MOMENT_SECONDS = 0.25

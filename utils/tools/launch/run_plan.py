@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 
-from ...host.cores import name_ranks
 from ...job import exclude_file
+from ...ranges import name_ranks
 from ..cli.interpreter import KIT
 from .child_processes import Processes
 from .event_loop import EventLoop

@@ -8,7 +8,7 @@ that gets no answer for a second prints its own (early_failure.py).
 from __future__ import annotations
 
 from ...channel import Channel
-from ...host.cores import name_ranks
+from ...ranges import name_ranks
 
 
 class Tracebacks:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ....errors import LaunchError
 from ....host import gpus, masks
+from ....host.core_notes import note_on_cores
 from ....host.cores import (
     CPU_BIND,
     HostMasks,
@@ -21,7 +22,6 @@ from ....host.cores import (
     choose_cores,
     cpus_of_mask,
     mask_of_cpus,
-    note_on_cores,
     openmp_binding,
     pci_node,
     read_topology,
