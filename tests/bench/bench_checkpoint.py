@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils.checkpoint import Checkpointer, storage
+from utils.checkpoint import Checkpointer
+from utils.checkpoint import folder as checkpoint_folder
 from utils.checkpoint.pack import pack
 from utils.checkpoint.rank_file import memory, read_tensors
 from utils.checkpoint.snapshot import ReplicaSample
@@ -136,7 +137,7 @@ def measure(folder: Path, size: int, runs: int) -> dict[str, list[float]]:
             packed = pack(state)
             packed.kinds = dict.fromkeys(packed.kinds, "common")
             timed("comparison", lambda packed=packed: ReplicaSample(packed).digests())  # type: ignore[misc]
-            whole = checkpoints.folder / storage.checkpoint_names(checkpoints.folder)[-1]
+            whole = checkpoints.folder / checkpoint_folder.checkpoint_names(checkpoints.folder)[-1]
             drop_from_cache(whole)
             timed("checked read, cold", lambda whole=whole: read_checked(whole))  # type: ignore[misc]
             timed("checked read", lambda whole=whole: read_checked(whole))  # type: ignore[misc]
@@ -168,7 +169,7 @@ def read(path: Path) -> None:
 
 
 def read_checked(folder: Path) -> None:
-    for entry in storage.read_manifest(folder)["files"]:
+    for entry in checkpoint_folder.read_manifest(folder)["files"]:
         read_tensors(folder, entry)
 
 

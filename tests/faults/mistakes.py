@@ -25,7 +25,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from utils import Distributed, consistency, setup_distributed
+from utils import Distributed, setup_distributed
+from utils.consistency import training_watch
 from utils.data import ResumableDataLoader, ResumableDistributedSampler
 from utils.metrics import Metrics
 from utils.training_hooks import TrainingHooks
@@ -614,12 +615,12 @@ def main() -> None:
     with setup_distributed("gloo", check_training=False) as job:
         for number, name in enumerate(scenarios):
             messages = Messages()
-            consistency._log.addHandler(messages)
+            training_watch._log.addHandler(messages)
             hooks = TrainingHooks(job.rank, job.world_size, dist.PrefixStore(f"scenario {number}", job.store))
             KEPT.append(scenarios[name](job))
             hooks.close()
             KEPT.clear()
-            consistency._log.removeHandler(messages)
+            training_watch._log.removeHandler(messages)
             gathered: list[Any] = [None] * job.world_size
             dist.all_gather_object(gathered, messages.found)
             said[name] = sum(gathered, [])

@@ -40,12 +40,12 @@ def test_a_right_training_is_no_mistake(said: dict[str, list[str]], name: str) -
 SEARCH = """\
 import sys, threading
 from torch import nn
-from utils import consistency
+from utils.consistency import comparison
 sys.setswitchinterval(1e-5)
 model, done = nn.Linear(2, 2), threading.Event()
 def search():
     for _ in range(20):
-        assert "weight differs" in consistency.describe_divergence("differs", model.weight).text
+        assert "weight differs" in comparison.describe_divergence("differs", model.weight).text
     done.set()
 threading.Thread(target=search, daemon=True).start()
 while not done.is_set():

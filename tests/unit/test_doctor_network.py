@@ -15,7 +15,7 @@ import pytest
 from tests.unit.doctor_findings import conclude, exchanged, only
 from utils.host import gpus as host_gpus
 from utils.host import network
-from utils.tools.doctor import peers
+from utils.tools.doctor import networking
 from utils.tools.doctor.check import Finding, Level, RankPlace, Ranks
 from utils.tools.doctor.checks.collective_calls import CollectiveFacts, Collectives
 from utils.tools.doctor.checks.connections import ConnectionFacts, Connections
@@ -72,7 +72,7 @@ def test_hosts_that_refuse_or_use_one_address() -> None:
     everyone = (RankPlace(0, "h1", 0, 0), RankPlace(1, "h2", 1, 0))
     ranks = Ranks(everyone[0], everyone)
     for address, result in (("127.0.0.2", "refused"), (HERE, "same address")):
-        run = peers.connect_hosts(ranks, address)
+        run = networking.connect_hosts(ranks, address)
         assert exchanged([run], lambda values: [*values, closed]) == [{1: result}]
     finding = only(connections(both([(1, 2)], "same address"), address=ADDRESS(2)))
     assert "h2 and h3 use the same address 10.0.0.2 (eth0)" in finding.message
@@ -80,17 +80,18 @@ def test_hosts_that_refuse_or_use_one_address() -> None:
 
 def test_interfaces_of_nccl_that_a_host_does_not_have() -> None:
     for value, allowed in (("eth,ib", ["eth0", "eth1", "ib0"]), ("=eth1", ["eth1"]), ("^docker", []), ("", [])):
-        assert peers.nccl_interfaces(value, ["lo", "eth0", "eth1", "ib0"]) == allowed
-    assert peers.interface_problem({"NCCL_SOCKET_IFNAME": "lo"}) == peers.interface_problem({}, hosts=2) == ""
-    assert "NCCL_SOCKET_IFNAME=lo is the loopback" in peers.interface_problem({"NCCL_SOCKET_IFNAME": "lo"}, hosts=2)
-    finding = only(connections({}, interface_problem=peers.interface_problem({"NCCL_SOCKET_IFNAME": "ib7"})))
+        assert networking.nccl_interfaces(value, ["lo", "eth0", "eth1", "ib0"]) == allowed
+    assert networking.interface_problem({"NCCL_SOCKET_IFNAME": "lo"}) == networking.interface_problem({}, hosts=2) == ""
+    problem = networking.interface_problem({"NCCL_SOCKET_IFNAME": "lo"}, hosts=2)
+    assert "NCCL_SOCKET_IFNAME=lo is the loopback" in problem
+    finding = only(connections({}, interface_problem=networking.interface_problem({"NCCL_SOCKET_IFNAME": "ib7"})))
     assert (finding.level, finding.hosts, finding.remedy) == (Level.BAD, ("h3",), "Unset it, or name one of these")
     assert finding.message.startswith("NCCL_SOCKET_IFNAME=ib7, but ")
 
 
 def test_partners_of_many_hosts() -> None:
-    assert peers.partners(4, 1) == [0, 2, 3]
-    found = [peers.partners(100, node) for node in range(100)]
+    assert networking.partners(4, 1) == [0, 2, 3]
+    found = [networking.partners(100, node) for node in range(100)]
     assert all(len(one) <= 20 and (node + 1) % 100 in one for node, one in enumerate(found))
     assert all(node in found[other] for node, one in enumerate(found) for other in one)  # both know it
 
@@ -185,16 +186,16 @@ def test_gpu_that_does_not_compute_is_a_finding_within_the_limit(
 
 
 def test_address_of_the_collectives() -> None:
-    assert peers.data_address("10.1.2.3", {}) == "10.1.2.3"
+    assert networking.data_address("10.1.2.3", {}) == "10.1.2.3"
     for name, address in network.interfaces().items():
         expected = "10.1.2.3" if network.is_loopback(address) else address  # which no other host can reach
-        assert peers.data_address("10.1.2.3", {"GLOO_SOCKET_IFNAME": name}) == expected
-        assert peers.data_address("10.1.2.3", {"NCCL_SOCKET_IFNAME": f"={name}"}) == expected
-    assert peers.data_address("127.0.0.1", {}) == next(iter(network.local_addresses()), HERE)
+        assert networking.data_address("10.1.2.3", {"GLOO_SOCKET_IFNAME": name}) == expected
+        assert networking.data_address("10.1.2.3", {"NCCL_SOCKET_IFNAME": f"={name}"}) == expected
+    assert networking.data_address("127.0.0.1", {}) == next(iter(network.local_addresses()), HERE)
 
 
 def test_functions_that_hang_do_not_delay_the_others() -> None:
     released = threading.Event()
     jobs: dict[int, Callable[[], bool]] = {0: released.wait, 1: lambda: True}
-    assert peers.in_threads(jobs, 0.2) == {1: True}
+    assert networking.in_threads(jobs, 0.2) == {1: True}
     released.set()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
 from tests.unit.programs import python
-from utils.checkpoint import CheckpointError, contents
+from utils.checkpoint import CheckpointError, load
 from utils.launchers.torchrun import write_error_file
 from utils.monitor.shutdown import Shutdown, peer_failure
 
@@ -59,7 +59,7 @@ def test_error_that_the_kit_raises_on_all_ranks_is_that_of_the_rank_that_it_name
         capsys: pytest.CaptureFixture[str], failed: int) -> None:
     text = f"cannot load /run/step-1 on rank {failed} on {HOST}: the state does not match"
     with pytest.raises(CheckpointError) as raised:
-        exec(compile("raise CheckpointError(text)", contents.__file__, "exec"), vars(contents) | {"text": text})
+        exec(compile("raise CheckpointError(text)", load.__file__, "exec"), vars(load) | {"text": text})
     two_ranks("gloo")[1].report(raised.value)
     output = capsys.readouterr().err
     expected = f"rank {failed} on {HOST} failed: CheckpointError: {text}\n"
