@@ -73,20 +73,23 @@ def find_launcher(
 ) -> Detection:
     """Return what detect() finds, with the launcher itself and the reason. Arguments as there."""
     rank = rank_process(environ)
-    is_below_rank = rank is not None and not rank.is_this
+    above = rank if rank and not rank.is_this else None  # the rank that has started this process
     if ancestors is None:
-        pids = rank.pids_below() if rank and is_below_rank else parent_pids()
+        pids = above.pids_below() if above else parent_pids()
         ancestors = map(command_line, pids) if environ is os.environ else ()
 
     by_hand = launcher == _BY_HAND.name
-    if rank and is_below_rank and by_hand and is_set(environ, "RANK"):  # also below torchrun's
+    if above and by_hand and is_set(environ, "RANK"):  # also below torchrun's
         return Detection(_BY_HAND, _read(_BY_HAND, environ), _BY_NAME, environ)
-    if rank and is_below_rank:
-        found = _below_rank(environ, rank, ancestors)
-        if launcher in (None, found.launcher.name):
-            return found
-    if not by_hand:
+    between, reason = _between(environ, ancestors) if above and not by_hand else (None, "")
+    decides = above is not None and launcher in (None, between.name if between else _SINGLE.name)
+    if not (by_hand or decides and between and between.sets_rank_variables):
         environ = without_inherited(environ)
+
+    if above and decides:
+        return (
+            _detection(environ, between, [between], reason) if between else _alone(environ, above)
+        )
     if launcher is not None:
         return _by_name(environ, launcher)
 
@@ -170,20 +173,19 @@ def _check_outer(
         )
 
 
-def _below_rank(
-    environ: Mapping[str, str], rank: RankProcess, ancestors: Iterable[str]
-) -> Detection:
-    """Decide about a process that a rank has started: it is one itself below another launcher."""
+def _between(environ: Mapping[str, str], ancestors: Iterable[str]) -> tuple[Launcher | None, str]:
+    """Return the launcher that runs between a rank and a process below it, and the reason."""
     candidates = [
         launcher
         for launcher in LAUNCHERS
         if launcher.is_present(environ) and launcher.starts_processes
     ]
     chosen, reason = _nearest(environ, candidates, ancestors, by_name=True)
-    if not (chosen and chosen.sets_rank_variables):
-        environ = without_inherited(environ)
-    if chosen and chosen.starts_processes:
-        return _detection(environ, chosen, [chosen], reason)
+    return (chosen, reason) if chosen and chosen.starts_processes else (None, "")
+
+
+def _alone(environ: Mapping[str, str], rank: RankProcess) -> Detection:
+    """Return that a process which a rank has started is no rank itself."""
     note = (
         f"this process was started by a rank (process {rank.pid}) and by no launcher: it runs "
         "alone, as rank 0 of 1. To start ranks from a rank, use a launcher, or set their variables "

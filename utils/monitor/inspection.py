@@ -50,7 +50,7 @@ class OwnProgress(Protocol):
     def read_collectives(self) -> Callable[[bool], tuple[list[Collective], dict[str, Group]]]: ...
 
 
-class Ranks(Protocol):
+class InspectedRanks(Protocol):
     """What an inspection needs of the Monitor that uses it: its rank, the others, their end."""
 
     rank: int
@@ -74,7 +74,7 @@ class Ranks(Protocol):
 class Inspection:
     """The states of silent ranks, and the watch for hangs. Used by a Monitor, under its lock."""
 
-    def __init__(self, monitor: Ranks) -> None:
+    def __init__(self, monitor: InspectedRanks) -> None:
         self.watch: HangWatch | None = None
         self._monitor, self._decisions = monitor, monitor.decisions
         self._next_beat = time.monotonic()

@@ -107,11 +107,8 @@ def is_in_memory(folder: str) -> bool:
     """Return whether the file system of a folder is in memory. Raises OSError."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in process.read("/proc/self/mountinfo").decode(errors="replace").splitlines():
-        mount, _, file_system = line.partition(" - ")
-        if mount.split()[2] == number:
-            return file_system.split()[0] in _IN_MEMORY
-    return False
+    mount = next((mount for mount in process.mounts() if mount.device == number), None)
+    return mount is not None and mount.file_system in _IN_MEMORY
 
 
 def _available_bytes() -> int:

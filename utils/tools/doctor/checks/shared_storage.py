@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from ....host import process
 from ....host.trust import open_private
 from ..check import Check, Exchange, Finding, Level, RankPlace, Ranks, Reported
 from ..networking import names_of
@@ -254,19 +255,11 @@ def _read(name: str, folder: int) -> bytes:
 
 def _file_system(path: str) -> str:
     """Return the type of the file system that a path is on, without touching the path."""
-    found, longest = "", ""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue
-        left, _, right = line.partition(" - ")
-        point = left.split(" ")[4].replace("\\040", " ")
-        if (path == point or _is_above(point, path)) and len(point) >= len(longest):
-            found, longest = right.split(" ")[0], point
-    return found
+    above = [
+        mount for mount in process.mounts() if path == mount.folder or _is_above(mount.folder, path)
+    ]
+    # The newest of the deepest ones: it hides the others.
+    return max(reversed(above), key=lambda mount: len(mount.folder)).file_system if above else ""
 
 
 # On rank 0 ----------------------------------------------------------------------------------------
