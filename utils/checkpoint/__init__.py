@@ -18,6 +18,9 @@ What Checkpointer.save() does, and what it writes, in this order:
 A load (load.py, restore.py) checks the manifest and all checksums before it changes the state, and
 renames a checkpoint that two ranks find damaged to step-000001200.damaged/. format.py defines
 manifest and header.
+
+Three files touch the disk: folder.py (names, manifests, commit), rank_file.py (tensors) and disk.py
+(writes, and what their errors mean). Another kind of storage would replace these.
 """
 
 from __future__ import annotations
