@@ -221,3 +221,34 @@ def test_a_saved_run_is_distinguished_from_a_failed_one(launches: Launches, by: 
     assert "all ranks have saved" in lines[-1] and not any("ended" in line for line in lines), lines
     assert launches.slurm.wait(fails)["ExitCode"] not in ("0:0", "75:0"), launches.slurm.output(fails)
     assert "all ranks have saved" not in launches.slurm.output(fails)
+
+
+WATCHED = """
+import os, sys, time, torch, torch.distributed as td
+os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=os.environ["SLURM_NTASKS"], MASTER_ADDR="node1",
+                  LOCAL_RANK=os.environ["SLURM_LOCALID"], MASTER_PORT="29511")
+td.init_process_group("gloo")
+rank = td.get_rank()
+for step in range(3):
+    td.all_reduce(torch.ones(1))
+    time.sleep(1)
+if rank == 1 and sys.argv[1] == "raise":
+    raise ValueError("bad sample 17")
+if rank == 1 and sys.argv[1] == "hang":
+    time.sleep(600)
+td.all_reduce(torch.ones(1))
+td.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("fault", "status", "line"), [
+    *with_all(("none", 0, r"ddpkit: 2 ranks on 2 hosts are watched, backend gloo"),
+              ("raise", 1, r"rank 1 on node2 failed: ValueError: bad sample 17")),
+    ("hang", 1, r"rank 1 on node2 \(pid \d+\) did not enter collective 4, in which rank 0 waits. It is at .*, line 14"),
+])
+def test_srun_starts_ranks_that_are_watched(slurm: SlurmCluster, tmp_path: Path, fault: str, status: int,
+                                            line: str) -> None:
+    (tmp_path / "train.py").write_text(WATCHED)
+    done = slurm.run(["srun", "-N2", "--ntasks-per-node", "1", "--time", "3", sys.executable, str(ROOT / "utils"),
+                      "watch", "--hang-timeout", "6", sys.executable, str(tmp_path / "train.py"), fault])
+    assert done.status == status and re.search(line, done.output), done.output
