@@ -63,14 +63,14 @@ def _run_once(plan: Plan) -> Ended:
         notices.tracebacks.is_shared = not plan.options.output_dir
         with Processes(launch_id) as processes, ExitStack() as files:
             _run(Launch(plan, launch_id, processes, files, loop, notices, result))
-    for line in notices.tracebacks.lines():
-        print_status(line)
     first_cause = notices.first_cause
     if result.failed_at is not None and (first_cause is None or notices.is_early):
         ends = result.evidence().ends
         is_exception = all(end.status == 1 for end in ends if end.status and not end.by_launch)
         result.syntax_error = _script_error(plan, imports=is_exception)
         first_cause = None if result.syntax_error else first_cause  # what each rank has met
+    for line in () if result.syntax_error else notices.tracebacks.lines():
+        print_status(line)
     outcome = result.conclude(first_cause, notices.failed_at, notices.saved_at)
     _list_lost_hosts(plan, outcome)
     now = time.monotonic()
