@@ -232,3 +232,16 @@ def test_a_process_without_a_free_descriptor_waits_and_says_so(monkeypatch: pyte
                 time.sleep(0.5)
         assert server.full and refused.call_count < 50
         assert notify(port) < 1
+
+
+def test_a_source_that_another_handler_has_removed_is_not_called() -> None:
+    called: list[int] = []
+    with closing(Loop()) as loop, ExitStack() as sockets:
+        pairs = [socket.socketpair() for _ in range(2)]
+        for end in (end for pair in pairs for end in pair):
+            sockets.enter_context(end)
+        for number, (read, write) in enumerate(pairs):
+            write.send(b"x")
+            loop.add(read, lambda events, number=number: (called.append(number), loop.remove(pairs[1 - number][0])))
+        loop.run_once(1.0)
+    assert len(called) == 1
