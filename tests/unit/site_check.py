@@ -121,7 +121,7 @@ def _facts(profile: Profile, text: str) -> dict[str, str]:
     """
     facts = {}
     for name in _KEYS:
-        value = getattr(profile, name)
+        value = getattr(profile.launch if name in profile.launch._fields else profile, name)
         if value not in (None, ()):
             facts[name] = "\n".join(value) if isinstance(value, tuple) else str(value)
     for name, variable in profile.environment.items():

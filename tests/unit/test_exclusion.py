@@ -111,15 +111,19 @@ def test_submitted_jobs_avoid_listed_hosts(login: Login) -> None:
     assert "(jobs-out/bad-hosts.txt): node3" in login.submit("list").err
 
 
-@pytest.mark.parametrize(("status", "bad", "problem", "expected", "message"), [
-    (1, [], "", None, ""), (127, ["n1"], "", None, "ended with status 127"),
-    (2, [], "", 2, "Other nodes would not help"),
-    (2, ["n1"], "", 75, "job 13.head, which continues this one, avoids n1"),
-    (2, ["n1"], "no other hosts", 75, "may get n1 again: no other hosts"),
-    (2, ["n1"], SchedulerError("scontrol failed"), 75, "may get n1 again: scontrol failed")])
+SPARE = ["--spare", "1", "--max-restarts", "2"]  # which doctor does not get
+
+
+@pytest.mark.parametrize(("status", "bad", "problem", "options", "expected", "message"), [
+    (1, [], "", [], None, ""), (127, ["n1"], "", [], None, "ended with status 127"),
+    (2, [], "", SPARE, 2, "Other nodes would not help"),
+    (2, ["n1"], "", [], 75, "job 13.head, which continues this one, avoids n1"),
+    (2, ["n1"], "", SPARE, None, "n1 gets no rank; a spare takes its place"),
+    (2, ["n1", "n2"], "no other hosts", SPARE, 75, "may get n1, n2 again: no other hosts"),
+    (2, ["n1"], SchedulerError("scontrol failed"), [], 75, "may get n1 again: scontrol failed")])
 def test_preflight_decides_what_becomes_of_the_job(
-        status: int, bad: list[str], problem: str | Exception, expected: int | None, message: str, tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        status: int, bad: list[str], problem: str | Exception, options: list[str], expected: int | None, message: str,
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "jobs-out" / "train-1"
     folder.mkdir(parents=True)
     records.write(folder, records.new_record(Job(command=("train.py",)), "pbs", "x"), ["12.head", "13.head"])
@@ -138,9 +142,9 @@ def test_preflight_decides_what_becomes_of_the_job(
     monkeypatch.setattr("utils.tools.launch.launch_cli.main", launch)
     queue = Scripted({}, problem)
     assert preflight.check(queue, folder, "12.head", ["--quick"],  # type: ignore[arg-type]
-                           ["--torchrun", "--", "train.py", "--", "x"]) == expected
+                           ["--torchrun", *options, "--", "train.py", "--", "x"]) == expected
     [words] = launched
     assert words[:2] == ["--torchrun", "--"] and words[2].endswith("utils/__main__.py")
     assert words[3] == "doctor" and words[-1] == "--quick"
     assert message in capfd.readouterr().err
-    assert queue.excluded == ({"13.head": ["n1"]} if bad and status == 2 else {})
+    assert queue.excluded == ({"13.head": bad} if expected == 75 else {})

@@ -44,7 +44,7 @@ def recorded(name: str, **options: object) -> Callable[[], Plan]:
     # Requests of the job for its own tasks do not apply to other tasks.
     (slurm({"SLURM_NTASKS": "2", "SLURM_TRES_PER_TASK": "cpu:8"}, ranks=(1, 1), gpus=(1, 1)),
      "/bin/srun --kill-on-bad-exit=1 --cpu-bind=none --gres=gpu:1 "),
-    (slurm(ranks=(1, 1), cores=(1, 1), ntasks_per_node=2), "--overcommit"),
+    (slurm(ranks=(1, 1), cores=(1, 1), ranks_per_node=2), "--overcommit"),
     (slurm({"SLURM_EXPORT_ENV": "NONE"}), "--export=ALL"),
     (slurm({"SLURM_NTASKS": "4", "SLURM_CPU_BIND": "cores"}), "/bin/srun --kill-on-bad-exit=1 " + END),  # the user's
     (slurm(label=True, input=True), "/bin/srun --label --input=0 "),
@@ -82,8 +82,8 @@ def test_command_line(plan: Callable[[], Plan], expected: str) -> None:
         "HYDRA_LAUNCHER_EXTRA_ARGS": "--external-launcher", "I_MPI_HYDRA_BOOTSTRAP": "slurm"}, "")
       for mpiexec in (MPICH, OPENMPI4)),
     # --cpus-per-task is given, or not known
-    (slurm({"SLURM_CPUS_PER_TASK": "1"}, ranks=(1,), cores=(4,), ntasks_per_node=1), {}, "SLURM_CPUS_PER_TASK"),
-    (slurm({"SLURM_CPUS_PER_TASK": "1"}, ntasks_per_node=1), {"SLURM_CPUS_PER_TASK": "1"}, ""),
+    (slurm({"SLURM_CPUS_PER_TASK": "1"}, ranks=(1,), cores=(4,), ranks_per_node=1), {}, "SLURM_CPUS_PER_TASK"),
+    (slurm({"SLURM_CPUS_PER_TASK": "1"}, ranks_per_node=1), {"SLURM_CPUS_PER_TASK": "1"}, ""),
     # The daemons of an mpiexec on some GPUs, on none, and in a step
     (slurm(gpus=(4, 2), mpiexec=MPICH), {"SLURM_GPUS": "6"}, "SLURM_GPUS_PER_NODE"),
     (slurm(gpus=(0, 0), mpiexec=MPICH), {}, "SLURM_(GPUS|OVERLAP|CPU_BIND|EXPORT).*"),
@@ -106,7 +106,7 @@ def test_environment_of_the_command(plan: Callable[[], Plan], expected: dict[str
 
 @pytest.mark.parametrize(("plan", "by_option"), [
     (recorded("sbatch_2x2"), False),
-    (recorded("sbatch_2x2", ntasks_per_node=1), False), (recorded("sbatch_2x2", nodes=1), False),
+    (recorded("sbatch_2x2", ranks_per_node=1), False), (recorded("sbatch_2x2", nodes=1), False),
     (recorded("sbatch_2x2", torchrun=True), False), (slurm({"SLURM_GPUS": "4"}, gpus=(2, 2), nodes=1), False),
     (slurm(gpus=(2, 2)), True)])
 def test_gpus_are_requested_in_one_way(plan: Callable[[], Plan], by_option: bool) -> None:
@@ -133,7 +133,7 @@ def test_what_a_method_cannot_start_is_refused(plan: Callable[[], Plan], message
     ids=["of the user", "of an outer step", "torchrun"])
 def test_slurm_cpu_bind_of_the_user_is_kept(environ: dict[str, str], torchrun: bool, kept: bool) -> None:
     """Also where the job has requested other tasks than these."""
-    plan = slurm({"SLURM_CPU_BIND": "cores", **environ}, ntasks_per_node=4, torchrun=torchrun)()
+    plan = slurm({"SLURM_CPU_BIND": "cores", **environ}, ranks_per_node=4, torchrun=torchrun)()
     assert (plan.environ.get("SLURM_CPU_BIND") == "cores") == ("--cpu-bind=none" not in line(plan)) == kept
 
 

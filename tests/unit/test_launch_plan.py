@@ -22,7 +22,7 @@ SSH = {"ssh": "/bin/ssh"}
     (pbs(programs=Programs({**SSH, "pbsdsh": "/bin/pbsdsh"})), "pbsdsh n1:2 n2:2"),
     (pbs(programs=Programs(mpiexec=PALS, pals=PALS)), "PALS n1:2 n2:2"),
     # One host alone needs no launcher
-    (alone(), "local n1:1"), (alone(gpus=3), "local n1:3"), (alone(gpus=3, ntasks_per_node=2), "local n1:2"),
+    (alone(), "local n1:1"), (alone(gpus=3), "local n1:3"), (alone(gpus=3, ranks_per_node=2), "local n1:2"),
     (lambda: make(job("pbs", (2,))._replace(hosts=("n1.pbs.lab",))), "local n1.pbs.lab:2"),
     (pbs(ranks=(2, 3), launcher="local", host="n2.cluster"), "local n2.cluster:3"),
     # One task on each node, as for torchrun: one rank for each GPU. Otherwise the slots
@@ -32,7 +32,7 @@ SSH = {"ssh": "/bin/ssh"}
     (slurm(ranks=(1, 1), gpus=(2, 2)), "srun n1:2 n2:2"),
     (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True), "srun n1:2 n2:2"),
     (slurm(ranks=(2, 2), gpus=(4, 4), tasks_requested=True), "srun n1:2 n2:2"),
-    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True, ntasks_per_node=1), "srun n1:1 n2:1"),
+    (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True, ranks_per_node=1), "srun n1:1 n2:1"),
     (slurm(ranks=(1, 1), gpus_here=2, tasks_requested=True), "srun n1:1 n2:1"),
     (slurm(ranks=(1, 1), gpus=(2, 2), tasks_requested=True, torchrun=True), "srun n1:2 n2:2"),
     # GPUs are counted where the scheduler does not, and not on a login host
@@ -61,16 +61,16 @@ def test_method_hosts_and_ranks(plan: Callable[[], Plan], expected: str) -> None
     (slurm(nodes=1, nodelist="n1"), "both --nodes and --nodelist are given"),
     (pbs(ranks=(1, 0), nodelist="n2"), "--nodelist is 'n2', but n2 is not a host with ranks"),
     (slurm(nodelist="n[1"), "--nodelist: node list 'n.1'"),
-    (slurm(ntasks_per_node=0), "--ntasks-per-node is 0. Expected 1 or more"),
+    (slurm(ranks_per_node=0), "--ntasks-per-node is 0. Expected 1 or more"),
     (slurm(ntasks=5), "-n is 5, but there are 2 hosts, .* Expected a multiple of 2"),
-    (slurm(ntasks=4, ntasks_per_node=2), "both -n and --ntasks-per-node are given"),
+    (slurm(ntasks=4, ranks_per_node=2), "both -n and --ntasks-per-node are given"),
     (alone(environ={"DDPKIT_CPU_BIND": "0-3"}), "DDPKIT_CPU_BIND is '0-3'. Expected"),
     (slurm({"DDPKIT_CPU_BIND": "list:0:1"}, ranks=(2, 3)), "DDPKIT_CPU_BIND=list:0:1 has CPUs for 2 local ranks"),
     (alone(ntasks=9, cores=2),
      "-n is 9: 9 ranks on n1, which has 2 cores. Expected at most 8 there, 4 for each core. .* add --oversubscribe"),
-    (alone(ntasks_per_node=9, gpus=4, cores=64), "--ntasks-per-node is 9: .* 4 GPUs. Expected at most 8 there"),
+    (alone(ranks_per_node=9, gpus=4, cores=64), "--ntasks-per-node is 9: .* 4 GPUs. Expected at most 8 there"),
     (slurm(ntasks=4, cores=(9, 1), ranks=(1, 1), gpus=(1, 0), nodes=1), "4 ranks on n1, which has 1 GPU"),
-    (slurm(ntasks_per_node=5, cores=(9, 1)), "5 ranks on n2, which has 1 core. Expected at most 4"),
+    (slurm(ranks_per_node=5, cores=(9, 1)), "5 ranks on n2, which has 1 core. Expected at most 4"),
     (slurm({"SLURM_HET_SIZE": "2"}), r"Slurm job 7 has 2 components .* with env -u .* srun --het-group=0,1"),
     (pbs(input=True, input_waits=True),
      "standard input is given.* no rank would read it by pbs_tmrsh: only srun and --launcher local"),
@@ -85,7 +85,7 @@ def test_impossible_request_is_refused(plan: Callable[[], Plan], message: str) -
 
 @pytest.mark.parametrize("plan", [
     alone(ntasks=8, cores=2), alone(ntasks=9, cores=2, oversubscribe=True), alone(ntasks=8, gpus=4, cores=1),
-    slurm(ranks=(64, 64), gpus=(4, 4)), pbs(ranks=(9, 9), cores=(1, 1)), slurm(ntasks_per_node=99)])
+    slurm(ranks=(64, 64), gpus=(4, 4)), pbs(ranks=(9, 9), cores=(1, 1)), slurm(ranks_per_node=99)])
 def test_number_of_ranks_that_is_not_refused(plan: Callable[[], Plan]) -> None:
     """What the job requests, on purpose, or on hosts of which nothing is known."""
     assert plan().ranks
@@ -121,7 +121,7 @@ def test_notes_for_the_user(plan: Callable[[], Plan], note: str) -> None:
 def test_first_line_says_that_each_gpu_gets_a_rank() -> None:
     first = next(describe(slurm(ranks=(1, 1), gpus=(4, 4), tasks_requested=True)()))
     assert first.startswith("8 ranks on 2 hosts (4 each) by srun, one for each GPU: the job requests one task per host")
-    for one in ({"ntasks_per_node": 1}, {"ntasks": 2}, {"torchrun": True}):
+    for one in ({"ranks_per_node": 1}, {"ntasks": 2}, {"torchrun": True}):
         assert "each GPU" not in next(describe(slurm(ranks=(1, 1), gpus=(4, 4), tasks_requested=True, **one)()))
 
 

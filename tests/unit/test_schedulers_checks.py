@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler_commands import Commands, pbs_job, pbs_record, pbs_recording, slurm_output
+from utils.tools.cli.launch_options import LaunchOptions
 from utils.tools.schedulers.job_checks import check_dependency, check_paths
 from utils.tools.schedulers.job_spec import Job
 from utils.tools.schedulers.pbs_scheduler import Pbs
@@ -105,7 +106,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     ("train.py --cache=/mnt/bb/me/cache", {}, ""), ("python -m package.train", {}, ""),
     ("missing.py", {}, "command: no such file: missing.py (in "), ("train.py /nowhere/at/all", {}, "no such file"),
     ("trainer", {"setup": ("source tools",)}, ""),  # may bring it
-    ("train.py", {"container": "image.sif"}, "container: no such file: image.sif"),
+    ("train.py", {"launch": LaunchOptions(container="image.sif")}, "container: no such file: image.sif"),
     ("train.py", {"output": "logs/x.out"}, "mkdir -p")])
 def test_paths_unseen_by_nodes(folders: tuple[Path, Path], command: str, more: dict[str, Any], problem: str) -> None:
     shared, local = folders

@@ -5,13 +5,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from utils.job.notation import format_walltime, parse_duration
+from utils.tools.cli.launch_options import LaunchOptions
 from utils.tools.schedulers.job_spec import Job, JobError, parse_walltime
 from utils.tools.schedulers.pbs_scheduler import Pbs
 from utils.tools.schedulers.scheduler import Scheduler
@@ -21,6 +22,13 @@ from utils.tools.schedulers.slurm_scheduler import SlurmScheduler
 def render(scheduler: Scheduler, job: Job) -> str:
     lines = [*scheduler.directive_lines(job), "set -euo pipefail", *job.setup_lines()]
     return "\n".join(["#!/bin/bash", *lines, f"launch {job.launch_words()}", ""])
+
+
+def job_with(command: Sequence[str], field: str, value: Any) -> Job:
+    """A job with a value of its own, or of its LaunchOptions."""
+    if field in LaunchOptions._fields:
+        field, value = "launch", LaunchOptions(**{field: value})
+    return Job(**{"command": command, field: value})
 
 
 SCHEDULERS = (SlurmScheduler(), Pbs())
@@ -53,7 +61,7 @@ def test_a_directive_replaces_the_option_for_its_setting(scheduler: Scheduler, e
         ("setup", ("echo \\",)), ("setup", ("a\nb",))))])
 def test_a_value_that_cannot_be_used_is_refused(scheduler: Scheduler, field: str, value: Any) -> None:
     with pytest.raises(JobError) as refused:
-        render(scheduler, Job(**{"command": ("a.py",), field: value}))
+        render(scheduler, job_with(("a.py",), field, value))
     assert refused.value.field == field and str(refused.value).startswith(f"{field}: ")
 
 
@@ -76,11 +84,13 @@ def test_a_walltime_that_is_no_time_is_refused(text: str) -> None:
 
 def test_a_script_has_modules_environment_setup_and_command() -> None:
     job = Job(("my train.py", "--lr", "1e-3"), modules=("cuda/12.4",), module_paths=("/soft",),
-              environment={"A": "two words"}, setup=("source env.sh",), launcher="mpiexec", ranks_per_node=2)
+              environment={"A": "two words"}, setup=("source env.sh",),
+              launch=LaunchOptions(launcher="mpiexec", ranks_per_node=2))
     assert render(SlurmScheduler(), job).split("\n")[-8:-1] == [
         "set -euo pipefail", CSH, "module use /soft", "module load cuda/12.4", "export A='two words'", "source env.sh",
         "launch --launcher mpiexec --ntasks-per-node 2 -- 'my train.py' --lr 1e-3"]
-    assert render(SlurmScheduler(), Job(("a.py",), launcher="torchrun")).endswith("\nlaunch --torchrun -- a.py\n")
+    torchrun = job_with(("a.py",), "launcher", "torchrun")
+    assert render(SlurmScheduler(), torchrun).endswith("\nlaunch --torchrun -- a.py\n")
 
 
 FIELDS: list[tuple[str, str, Callable[[str], Any]]] = [  # an accepted text, and the value of the field with a text
@@ -128,7 +138,7 @@ def test_hostile_values_are_refused_or_do_nothing(tmp_path: Path) -> None:
     changed: set[str] = set()
     for number, (field, value) in enumerate(hostile_jobs()):
         try:
-            job = Job(**{"command": ("train.py", "plain"), field: value})
+            job = job_with(("train.py", "plain"), field, value)
             text = render(SCHEDULERS[number % 2], job)
         except JobError as refused:
             assert refused.field == field, (value, refused)

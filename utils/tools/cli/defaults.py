@@ -15,6 +15,7 @@ import re
 import shlex
 import stat
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from ...errors import LaunchError
 from ...host.trust import NotTrusted, make_folder, may_trust
 from ...visible_text import visible
 from .interpreter import KIT
+from .launch_options import LAUNCH_SETTINGS, SHARED_OPTIONS, Setting, from_text
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 CENTRE_VARIABLE = "DDPKIT_CENTRE_FILE"
@@ -34,17 +36,6 @@ KIT_FILE = next(  # pip puts jobs/ into the package
 )
 
 
-class Setting(NamedTuple):
-    """A value that a file may hold. variable: read by the ranks or the command; "" for none."""
-
-    meaning: str
-    form: str  # pattern of the whole value
-    example: str
-    default: str
-    variable: str = ""
-    is_path: bool = False  # with a slash, it starts from the folder of the file
-
-
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,@:+/=-]*"
 SETTINGS = {
     "site": Setting(
@@ -54,6 +45,7 @@ SETTINGS = {
         "generic-slurm or generic-pbs",
         "DDPKIT_SITE",
         is_path=True,
+        needs_trust=True,
     ),
     "account": Setting("account to charge", _WORD, "abc@v100", "none", "SBATCH_ACCOUNT"),
     "partition": Setting(
@@ -66,20 +58,16 @@ SETTINGS = {
         "see docs/launchers.md",
         "PYTHON",
         is_path=True,
+        needs_trust=True,
     ),
-    "hang-timeout": Setting(
-        "seconds without progress until a hang is explained and ended",
-        r"auto|\d+(\.\d+)?",
-        "300",
-        "as the script says",
-        "DDPKIT_HANG_TIMEOUT",
-    ),
+    **LAUNCH_SETTINGS,
     "port-range": Setting(
         "ports on which the kit listens",
         r"\d{1,5}-\d{1,5}",
         "20000-20999",
         "any",
         "DDPKIT_PORT_RANGE",
+        for_ranks=True,
     ),
     "check-training": Setting(
         "whether the ranks are compared while they train",
@@ -87,20 +75,7 @@ SETTINGS = {
         "false",
         "as the script says",
         "DDPKIT_CHECK_TRAINING",
-    ),
-    "stage": Setting(
-        "whether ranks start from copies of their packages on each node",
-        r"true|false",
-        "true",
-        "false",
-        "DDPKIT_STAGE",
-    ),
-    "stage-dir": Setting(
-        "local folder of each node for these copies",
-        r"[/~$]\S*",
-        "/local/scratch",
-        "$TMPDIR or /tmp, else /dev/shm",
-        "DDPKIT_STAGE_DIR",
+        for_ranks=True,
     ),
     "follow-seconds": Setting(
         "seconds between two queries of --follow while the job prints",
@@ -109,9 +84,6 @@ SETTINGS = {
         "30",
     ),
 }
-_OF_RANKS = ("hang-timeout", "port-range", "check-training")
-# They lead to programs and files that the kit runs, or writes into job scripts.
-_NEED_TRUST = ("site", "python", "stage-dir")
 _PROJECT_FILE = "pyproject.toml"
 _LONGEST = 1 << 20  # bytes of a file
 _warned: set[str] = set()  # a command loads the files several times
@@ -188,7 +160,7 @@ def load(environ: Mapping[str, str] = os.environ) -> dict[str, Default]:
                 _warn(str(error))
             continue
         values = _values(path, content)
-        needing = [name for name in _NEED_TRUST if name in values]
+        needing = [name for name in SETTINGS if SETTINGS[name].needs_trust and name in values]
         if needing and path.endswith(_PROJECT_FILE) and not _is_trusted(path, content, environ):
             _warn(
                 f"{path} sets {' and '.join(needing)}, which is ignored until you trust this file. "
@@ -251,9 +223,21 @@ def mistakes_in(path: str) -> tuple[dict[str, Default], list[str]]:
 def set_variables(environ: MutableMapping[str, str]) -> None:
     """Set the variables that ranks read, where they are not set. Raises DefaultsError."""
     for name, found in load(environ).items():
-        variable = SETTINGS[name].variable
-        if name in _OF_RANKS and not environ.get(variable):
-            environ[variable] = {"true": "1", "false": "0"}.get(found.value, found.value)
+        setting = SETTINGS[name]
+        if setting.for_ranks and not environ.get(setting.variable):
+            environ[setting.variable] = {"true": "1", "false": "0"}.get(found.value, found.value)
+
+
+def fill_in(args: Namespace) -> None:
+    """Set the options of ddpkit launch that are None; not those that the ranks read themselves.
+
+    Raises DefaultsError.
+    """
+    found = load()
+    for name, option in SHARED_OPTIONS.items():
+        for_command = option.setting is not None and not option.setting.for_ranks
+        if for_command and getattr(args, name) is None and option.key in found:
+            setattr(args, name, from_text(name, found[option.key].value))
 
 
 def python(environ: Mapping[str, str] = os.environ) -> Default | None:

@@ -24,6 +24,7 @@ from ...launchers.detect import find_launcher
 from ...launchers.rank_variables import INDEPENDENT
 from ..cli import defaults, interpreter
 from ..cli.arguments import ArgumentParser
+from ..cli.launch_options import add_options
 from ..cli.missing_files import no_such_file, no_such_program
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
@@ -74,54 +75,41 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("how the ranks are started").add_argument
-    names = f"auto (default), {', '.join(NAMES)}, torchrun, or the path of an mpiexec"
-    add("--launcher", default="auto", metavar="NAME", help=names)
+    add_options(add, "launcher", launchers=", ".join(NAMES))
     torchrun = "start one torchrun agent on each host; --launcher torchrun is the same"
     add("--torchrun", action="store_true", help=torchrun)
-    restarts = "restarts on the same hosts after a failure, unless it comes again (default 0)"
-    add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
+    add_options(add, "restarts")
     module = "MODULE [ARGUMENT ...]: run a module instead of a script, as python -m does"
     add("-m", nargs=argparse.REMAINDER, dest="module", help=module)
     independent = "each rank is a program of its own, which may start ranks itself"
     add("--independent", action="store_true", help=independent)
     python = "of the ranks; default: that of the active environment"
     add("--python", metavar="PATH", help=python)
-    hang = "end a job that makes no progress for so long, and say why; 0: leave it to torch"
-    add("--hang-timeout", type=float, metavar="SECONDS", help=hang)
+    add_options(add, "hangs")
     watch = "do not watch scripts that do not call setup_distributed()"
     add("--no-watch", action="store_false", dest="watch", help=watch)
     add("--dry-run", action="store_true", help="print the exact commands and start nothing")
 
     add = parser.add_argument_group("packages on the disk of each node").add_argument
-    stage = "start from copies of the packages of the Python, which are kept for later launches"
-    add("--stage", action=argparse.BooleanOptionalAction, help=stage)
-    stage_dir = "local folder for them; default: $TMPDIR or /tmp, else /dev/shm; implies --stage"
-    add("--stage-dir", metavar="FOLDER", help=stage_dir)
+    add_options(add, "packages")
     also = "another folder of packages, in PYTHONPATH or installed as editable; repeatable"
     add("--stage-also", action="append", default=[], metavar="FOLDER", help=also)
 
     add = parser.add_argument_group("where and how many").add_argument
     ranks = "ranks in all, the same number on each host"
     add("-n", "-np", "--ntasks", type=int, metavar="N", help=ranks)
-    add("--ntasks-per-node", type=int, metavar="N", help="ranks on each host")
-    oversubscribe = f"allow more than {RANKS_PER_GPU} ranks a GPU, or {RANKS_PER_CORE} a core"
-    add("--oversubscribe", action="store_true", help=oversubscribe)
+    add_options(add, "ranks", ranks_per_gpu=RANKS_PER_GPU, ranks_per_core=RANKS_PER_CORE)
     add("-N", "--nodes", type=int, metavar="N", help="use only the first N hosts of the job")
-    spare = "keep the last N hosts of the job for a restart in the place of one that fails"
-    add("--spare", type=int, default=0, metavar="N", help=spare)
     names = "use only these hosts of the job: node3,node4 or node[3-4]"
     add("-w", "--nodelist", metavar="NAMES", help=names)
 
     other = "start in this running job of Slurm, from outside, beside its steps"
     add("--jobid", metavar="ID", help=other)
 
-    add = parser.add_argument_group("container").add_argument
-    add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
+    add_options(parser.add_argument_group("container").add_argument, "container")
 
     add = parser.add_argument_group("output").add_argument
-    add("-l", "--label", action="store_true", help="put the rank before each line of output")
-    folder = "write the output of each rank to FOLDER/rank-N.log"
-    add("--output-dir", metavar="FOLDER", help=folder)
+    add_options(add, "output")
     add("-v", "--verbose", action="store_true", help="print the command that starts the ranks")
     failure = "append what failed first, as JSON, to this file"
     add("--failure-file", metavar="PATH", help=failure)
@@ -164,8 +152,7 @@ def launch(arguments: Sequence[str] | None = None) -> Outcome:
     if args.hang_timeout is not None:
         os.environ[HANG_TIMEOUT] = f"{args.hang_timeout:g}"
     try:
-        defaults.set_variables(os.environ)
-        _set_staging(args)
+        _set_defaults(args)
         _check_started_once()
         _check_command(args)
         replan = _planner(args)
@@ -255,16 +242,13 @@ def _stage(args: argparse.Namespace, plan: Plan) -> Iterator[Callable[[Plan], Pl
         remove_from_memory({**plan.environ, **variables})
 
 
-def _set_staging(args: argparse.Namespace) -> None:
-    """Set the options of --stage that variables or files give. Raises DefaultsError."""
-    found = defaults.load()
-    if args.stage_dir is None and (folder := found.get("stage-dir")):
-        args.stage_dir = folder.value
-    elif args.stage_dir is not None and args.stage is None:
+def _set_defaults(args: argparse.Namespace) -> None:
+    """Set the options that variables or files give. Raises DefaultsError."""
+    defaults.set_variables(os.environ)
+    if args.stage_dir is not None and args.stage is None:
         args.stage = True
-    if args.stage is None:
-        stage = found.get("stage")
-        args.stage = stage is not None and stage.value in ("true", "1")
+    defaults.fill_in(args)
+    args.stage = bool(args.stage)
 
 
 def ranks_of_hosts(arguments: Sequence[str]) -> tuple[int, ...]:

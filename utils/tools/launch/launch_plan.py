@@ -26,7 +26,7 @@ class Options(NamedTuple):
     spare: int = 0  # hosts of the job that get no ranks until another one fails
     without: tuple[str, ...] = ()  # hosts of the job that have failed
     restarted: bool = False  # a start before this one has failed
-    ntasks_per_node: int | None = None
+    ranks_per_node: int | None = None
     nodes: int | None = None  # only the first hosts of the job
     nodelist: str | None = None  # only these hosts of the job, such as "n3,n4" or "n[3-4]"
     ntasks: int | None = None  # in all, the same number on each host

@@ -107,14 +107,14 @@ def _checked(options: Options) -> Options:
             "the path of an mpiexec"
         )
     for (name, value), (other, other_value) in (
-        (("-n", options.ntasks), ("--ntasks-per-node", options.ntasks_per_node)),
+        (("-n", options.ntasks), ("--ntasks-per-node", options.ranks_per_node)),
         (("--nodes", options.nodes), ("--nodelist", options.nodelist)),
     ):
         if value is not None and other_value is not None:
             raise PlanError(f"both {name} and {other} are given. Expected one of them")
     for name, value, least in (
         ("-n", options.ntasks, 1),
-        ("--ntasks-per-node", options.ntasks_per_node, 1),
+        ("--ntasks-per-node", options.ranks_per_node, 1),
         ("--max-restarts", options.max_restarts, 0),
         ("--spare", options.spare, 0),
     ):
@@ -173,7 +173,7 @@ def _choose_hosts(options: Options, allocation: Allocation | None, host_info: Ho
     one_per_gpu = (
         allocation is not None
         and allocation.tasks_requested
-        and options.ntasks is options.ntasks_per_node is None
+        and options.ntasks is options.ranks_per_node is None
         and not options.torchrun
         and max(allocation.ranks_per_host) == 1 < max(ranks)
     )
@@ -187,7 +187,7 @@ def _check_numbers(options: Options, hosts: Hosts, host_info: HostInfo) -> None:
     A mistake such as -n 500 would take the host down. What the job has requested is not checked.
     """
     option = "--ntasks-per-node" if options.ntasks is None else "-n"
-    given = options.ntasks or options.ntasks_per_node
+    given = options.ntasks or options.ranks_per_node
     if given is None or options.oversubscribe:
         return
     for name, ranks, cores, gpus in zip(
@@ -220,7 +220,7 @@ def _candidates(
     """Return all hosts that could get ranks, and notes for the user."""
     index = None if allocation is None else index_of(host_info.name, allocation.hosts)
     if allocation is None or options.launcher == "local" and index is None:
-        ranks = options.ntasks_per_node or host_info.gpus or 1
+        ranks = options.ranks_per_node or host_info.gpus or 1
         return [_Host(host_info.name, ranks, None, None)], []
 
     counts, notes = _ranks_per_host(options, allocation, host_info)
@@ -249,8 +249,8 @@ def _ranks_per_host(
     for torchrun, as most job scripts of torchrun do. Then each GPU gets a rank.
     """
     slots, gpus = list(allocation.ranks_per_host), list(allocation.gpus_per_host)
-    if options.ntasks_per_node is not None:
-        each = options.ntasks_per_node
+    if options.ranks_per_node is not None:
+        each = options.ranks_per_node
         return [each if count or not any(slots) else 0 for count in slots], []
 
     notes = []

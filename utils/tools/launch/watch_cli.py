@@ -11,6 +11,7 @@ from ...errors import LaunchError
 from ...launch_protocol import HANG_TIMEOUT
 from ...launchers.detect import find_launcher
 from ..cli.arguments import ArgumentParser
+from ..cli.launch_options import add_option
 from .rank_environment import unwatched_line, watched, why_unwatched
 
 _DESCRIPTION = """\
@@ -34,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    hang = "end a job that makes no progress for so long, and say why; 0: leave it to torch"
-    parser.add_argument("--hang-timeout", type=float, metavar="SECONDS", help=hang)
+    add_option(parser.add_argument, "hang_timeout")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command

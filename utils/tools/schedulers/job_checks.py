@@ -127,8 +127,8 @@ def check_paths(job: Job, folder: str | os.PathLike[str] = ".") -> list[str]:
             "hosts share, such as your home or project folder."
         )
     problems += _check_command(job, base)
-    if job.container and "://" not in job.container:
-        problems += _check_file("container", job.container, base, must_exist=True)
+    if job.launch.container and "://" not in job.launch.container:
+        problems += _check_file("container", job.launch.container, base, must_exist=True)
     if job.output:
         parent = base / os.path.expanduser(job.output.rpartition("/")[0])
         if not parent.is_dir() and "%" not in str(parent):
@@ -142,13 +142,13 @@ def check_paths(job: Job, folder: str | os.PathLike[str] = ".") -> list[str]:
 def _check_command(job: Job, base: Path) -> list[str]:
     problems = []
     first = job.command[0]
-    may_bring_programs = job.container or job.modules or job.setup
+    may_bring_programs = job.launch.container or job.modules or job.setup
     if "/" in first or first.endswith((".py", ".sh")):
         problems += _check_file("command", first, base, must_exist=True)
     elif first != "-m" and not may_bring_programs:
         problems += _check_program(first, base)
 
-    if job.container:  # has folders of its own
+    if job.launch.container:  # has folders of its own
         return problems
     for word in job.command[1:]:
         value = word.partition("=")[2] if word.startswith("-") else word

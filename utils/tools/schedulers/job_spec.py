@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...job.notation import parse_duration
+from ..cli.launch_options import SHARED_OPTIONS, LaunchOptions, SharedOption
 
 _MAX_LENGTH = 4000  # of one value in a directive; sbatch and qsub have buffers of a fixed size
 
@@ -18,10 +19,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LEAST = {  # of these fields, where they are not None
     "nodes": 1,
     "gpus_per_node": 0,
-    "ranks_per_node": 1,
     "cores_per_rank": 1,
     "walltime": 1,
-    "hang_timeout": 0,
 }
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@:+/=-]{0,200}")
 _CONDITION = r"[a-z]+(:[A-Za-z0-9_.+\[\]-]+)*"
@@ -89,7 +88,6 @@ _FORMS = {  # field: pattern, example
     **{name: option.form for name, option in OPTIONS.items() if option.form},
     "memory": (re.compile(r"0|[0-9]{1,15}[KMGT]B?", re.IGNORECASE), "64G"),
     "gpu_type": (_NAME, "a100"),
-    "launcher": (re.compile(r"[a-z][a-z0-9_-]{0,30}"), "auto, torchrun, srun or mpiexec"),
 }
 _ENTRY_FORMS = {  # field whose entries have this form: pattern, example
     "module_paths": (re.compile(r"/[A-Za-z0-9_.~+@:=/-]{1,200}"), "/soft/modulefiles"),
@@ -113,12 +111,8 @@ class Job:
     # A script or "-m" and a module, then its arguments.
     command: tuple[str, ...]
     nodes: int = 1  # with the spare ones
-    spare: int = 0  # nodes that get ranks only in the place of another one
-    max_restarts: int = 0  # of the ranks on the same nodes
     gpus_per_node: int = 0
     gpu_type: str | None = None  # of Slurm: "a100"
-    ranks_per_node: int | None = None  # None: one for each GPU, or one
-    oversubscribe: bool = False  # several ranks may share a GPU
     cores_per_rank: int | None = None
     memory: str | None = None  # per node: "64G"; "0" is all that a node has, of Slurm only
     walltime: int | None = None  # seconds
@@ -130,36 +124,28 @@ class Job:
     module_paths: tuple[str, ...] = ()  # for `module use`
     modules: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    label: bool = False  # the rank stands before each line of output
-    output_dir: str | None = None  # a file for the output of each rank
-    launcher: str = "auto"  # "torchrun", or a value of ddpkit launch --launcher
-    hang_timeout: float | None = None  # seconds; 0: torch's own limit alone ends a job that hangs
+    launch: LaunchOptions = LaunchOptions()  # passed on to ddpkit launch
     mail_user: str | None = None
     mail_type: str | None = None  # "begin,end,fail"
     output: str | None = None  # the log. PBS: "folder/" gives folder/JOB_ID.OU
     requeue: bool | None = None  # None: the scheduler's default
     directives: tuple[str, ...] = ()  # further options: "--constraint=a100", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
-    container: str | None = None  # image of Apptainer or Singularity
-    # Whether the ranks start from copies of their packages; None: as variables and files say.
-    stage: bool | None = None
-    stage_dir: str | None = None  # local folder of each node for them; may hold variables
     preflight: tuple[str, ...] = ()  # options of doctor, which then checks the hosts first
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise JobError(name, f"{value} is less than {least}. Correct it.")
+            _check_least(name, getattr(self, name), least)
+        for name, option in SHARED_OPTIONS.items():
+            _check_option(name, getattr(self.launch, name), option)
         for name, (pattern, example) in _FORMS.items():
             if getattr(self, name) is not None:
                 _check_form(name, getattr(self, name), pattern, example)
         for name, (pattern, example) in _ENTRY_FORMS.items():
             for entry in getattr(self, name):
                 _check_form(name, entry, pattern, example)
-        for name in ("output", "container", "output_dir"):
-            if getattr(self, name) is not None:
-                _check_path(name, getattr(self, name))
+        if self.output is not None:
+            _check_path("output", self.output)
         for entry in self.directives:
             split_directive(entry)
         for line in self.setup:
@@ -170,7 +156,7 @@ class Job:
     @property
     def ranks(self) -> int:
         """Ranks on each node."""
-        return self.ranks_per_node or self.gpus_per_node or 1
+        return self.launch.ranks_per_node or self.gpus_per_node or 1
 
     def setup_lines(self) -> list[str]:
         """Return module paths, modules, exports and set-up lines, in this order.
@@ -187,32 +173,7 @@ class Job:
 
     def launch_words(self) -> str:
         """Return the quoted arguments of ddpkit launch: its options, "--", the command."""
-        words: list[str] = []
-        if self.launcher == "torchrun":
-            words += ["--torchrun"]
-        elif self.launcher != "auto":
-            words += ["--launcher", self.launcher]
-        if self.ranks_per_node is not None:
-            words += ["--ntasks-per-node", str(self.ranks_per_node)]
-        if self.spare:
-            words += ["--spare", str(self.spare)]
-        if self.max_restarts:
-            words += ["--max-restarts", str(self.max_restarts)]
-        if self.hang_timeout is not None:
-            words += ["--hang-timeout", f"{self.hang_timeout:g}"]
-        if self.label:
-            words += ["--label"]
-        if self.output_dir:
-            words += ["--output-dir", self.output_dir]
-        if self.container:
-            words += ["--container", self.container]
-        if self.oversubscribe:
-            words += ["--oversubscribe"]
-        if self.stage is not None:
-            words += ["--stage" if self.stage else "--no-stage"]
-        if self.stage_dir:
-            words += ["--stage-dir", self.stage_dir]
-        return " ".join(map(quote, [*words, "--", *self.command]))
+        return " ".join(map(quote, [*self.launch.words(), "--", *self.command]))
 
     def plain_options(self) -> Iterator[tuple[Option, str]]:
         """Yield the options whose values the schedulers take as they are, with these values."""
@@ -306,6 +267,22 @@ def parse_walltime(text: str) -> int:
     if seconds == 0:
         raise JobError("walltime", f"{text[:60]!r} is zero. Give a longer time.")
     return seconds
+
+
+def _check_least(name: str, value: float | None, least: float) -> None:
+    if value is not None and value < least:
+        raise JobError(name, f"{value} is less than {least}. Correct it.")
+
+
+def _check_option(name: str, value: Any, option: SharedOption) -> None:
+    if value is None:
+        return
+    if option.least is not None:
+        _check_least(name, value, option.least)
+    if option.form is not None:
+        _check_form(name, value, *option.form)
+    if option.is_path:
+        _check_path(name, value)
 
 
 def _check_form(name: str, value: str, pattern: re.Pattern[str], example: str) -> None:

@@ -156,7 +156,7 @@ def _field_options(job: Job) -> Iterator[list[str]]:
         else None,
         "-r": None if job.requeue is None else "y" if job.requeue else "n",
     }
-    if job.spare:  # otherwise PBS ends the job when a node fails
+    if job.launch.spare:  # otherwise PBS ends the job when a node fails
         yield ["-W", "tolerate_node_failures=all"]
     for option, value in job.plain_options():
         name, _, prefix = option.qsub.partition(" ")
@@ -174,7 +174,7 @@ def _select(job: Job) -> str:
     cores_per_rank = job.cores_per_rank or 1
     resources: dict[str, str | int | None] = {
         "ncpus": job.ranks * cores_per_rank,
-        "mpiprocs": 1 if job.launcher == "torchrun" else job.ranks,
+        "mpiprocs": 1 if job.launch.launcher == "torchrun" else job.ranks,
         "ompthreads": cores_per_rank,
         "ngpus": job.gpus_per_node or None,
         "mem": job.memory and f"{job.memory.lower().removesuffix('b')}b",

@@ -223,10 +223,10 @@ def _refuse(job: Job) -> None:
 def _field_options(job: Job) -> Iterator[list[str]]:
     """The options that the fields of a job stand for."""
     # With torchrun one task per node has the cores of all ranks.
-    one_agent = job.launcher == "torchrun"
+    one_agent = job.launch.launcher == "torchrun"
     tasks = 1 if one_agent else job.ranks
     # A job without ranks and GPUs leaves the tasks to `sbatch -n 3`, or the launch counts the GPUs.
-    counts_tasks = bool(job.ranks_per_node or job.gpus_per_node)
+    counts_tasks = bool(job.launch.ranks_per_node or job.gpus_per_node)
     cores = job.cores_per_rank and job.cores_per_rank * (job.ranks if one_agent else 1)
     gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
     values: dict[str, str | int | None] = {
@@ -246,7 +246,7 @@ def _field_options(job: Job) -> Iterator[list[str]]:
     for name, value in {**plain, **values}.items():
         if value is not None:
             yield [f"{name}={value}"]
-    if job.spare:
+    if job.launch.spare:
         yield ["--no-kill"]  # otherwise Slurm ends the job when a node fails
     if job.requeue is not None:
         yield ["--requeue" if job.requeue else "--no-requeue"]

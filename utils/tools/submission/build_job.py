@@ -13,6 +13,7 @@ from pathlib import Path
 from ...job.commands import SchedulerError
 from ...launchers.rank_variables import INDEPENDENT
 from ..cli import defaults, interpreter
+from ..cli.launch_options import SHARED_OPTIONS, LaunchOptions
 from ..launch.nested import refusal
 from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, Job, option_name, parse_walltime, split_directive
@@ -76,10 +77,8 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
     ranks = requested_ranks or gpus or 1
     # Where nodes are exclusive and the scheduler knows no GPUs, the ranks are requested instead.
     request_gpus = profile.request_gpus or args.gpus_per_node is not None
-    stage = args.stage
-    if stage is None and (args.stage_dir is not None or profile.stage):
-        stage = True
-    in_site_folder = bool(stage) and args.stage_dir is None and profile.stage_dir is not None
+    launch = _launch_options(args, profile)
+    in_site_folder = args.stage_dir is None and launch.stage_dir is not None
     queue, directives = _queue_and_directives(args, profile, in_site_folder)
     plain = {name: getattr(args, name) for name in OPTIONS}
     if args.mail_user and not args.mail_type:  # without it, Slurm sends nothing
@@ -88,12 +87,9 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         **{**plain, "queue": queue, "name": args.name or _job_name(command)},
         command=command,
         nodes=args.nodes + args.spare,
-        spare=args.spare,
-        max_restarts=args.max_restarts,
+        launch=launch._replace(ranks_per_node=requested_ranks if request_gpus else ranks),
         gpus_per_node=(gpus or 0) if request_gpus else 0,
         gpu_type=gpu_type,
-        oversubscribe=args.oversubscribe,
-        ranks_per_node=requested_ranks if request_gpus else ranks,
         cores_per_rank=args.cores_per_rank or _share_of_cores(profile, ranks),
         memory=args.memory or profile.memory_per_node,
         walltime=parse_walltime(args.walltime) if args.walltime else None,
@@ -101,17 +97,25 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
         module_paths=profile.module_paths,
         modules=profile.modules,
         environment=_environment(args, profile, ranks),
-        label=args.label,
-        output_dir=args.output_dir,
-        launcher=args.launcher or profile.launcher,
-        hang_timeout=args.hang_timeout,
         preflight=_preflight(args),
         directives=directives,
         chunk=profile.chunk,
-        container=args.container,
-        stage=stage,
-        stage_dir=(args.stage_dir or profile.stage_dir) if stage else None,
     )
+
+
+def _launch_options(args: argparse.Namespace, profile: Profile) -> LaunchOptions:
+    """Return the options for ddpkit launch; the profile fills in what the command line leaves out.
+
+    Without a folder of their own, the copies of --stage are where the profile says.
+    """
+    values = {name: getattr(args, name) for name in SHARED_OPTIONS}
+    for name, option in SHARED_OPTIONS.items():
+        if option.in_profile and values[name] in (None, ""):
+            values[name] = getattr(profile.launch, name)
+    options = LaunchOptions(**values)
+    if args.stage is None:  # not False, which would win over variables and files
+        options = options._replace(stage=args.stage_dir is not None or options.stage or None)
+    return options if options.stage else options._replace(stage_dir=None)
 
 
 def gpu_count(text: str) -> tuple[str | None, int]:
@@ -282,14 +286,14 @@ def with_python(job: Job, args: argparse.Namespace, profile: Profile) -> tuple[J
 
     Where the image, modules or set-up lines of the job may bring another Python, the job chooses.
     """
-    is_script = not job.container and interpreter.is_python(job.command)
-    if job.container or args.setup or profile.setup:
+    is_script = not job.launch.container and interpreter.is_python(job.command)
+    if job.launch.container or args.setup or profile.setup:
         return job, []
     named = {name: value for name, value in job.environment.items() if name == "PYTHON" and value}
     try:
         chosen = interpreter.choose(
             {**os.environ, **named},
-            torch=is_script or job.launcher == "torchrun",
+            torch=is_script or job.launch.launcher == "torchrun",
             default=(default := defaults.python()),
         )
     except interpreter.InterpreterError as error:

@@ -10,6 +10,7 @@ from ...job import exclude_file
 from ...job.commands import SchedulerError
 from ...job.requeue import CHAIN_VARIABLE, requeue
 from ...launch_protocol import EXIT_REQUEUE, Failure
+from ..cli.launch_options import words_for_preflight
 from ..launch import launch_cli as launch_cli
 from ..schedulers import current_allocation
 from ..schedulers.allocation import AllocationError
@@ -45,8 +46,9 @@ def check(
     """
     file = exclusion.path(folder.parent)
     words = ["--exclude-file", str(file), *doctor_options]
-    options_of_launch, spares = _without_restarts(launch_words[: launch_words.index("--")])
-    status = _launch([*options_of_launch, "--", *doctor_words(), *words])
+    spares = launch_cli.parse(launch_words).spare
+    launch_options = words_for_preflight(launch_words[: launch_words.index("--")])
+    status = _launch([*launch_options, "--", *doctor_words(), *words])
     if status in (_GOOD, _WARNING):
         return None
     if status != _BAD:
@@ -88,23 +90,6 @@ def check(
     if not later:
         note(f"preflight: submit the job again; {folder / records.FILE} has its command line")
     return EXIT_REQUEUE
-
-
-def _without_restarts(options: Sequence[str]) -> tuple[list[str], int]:
-    """Return the options of `launch` for all hosts, spare ones included; and the number of these.
-
-    doctor is not started again where it has found something.
-    """
-    kept, spares = [], 0
-    words = iter(options)
-    for word in words:
-        if word == "--spare":
-            spares = int(next(words))
-        elif word == "--max-restarts":
-            next(words)
-        else:
-            kept.append(word)
-    return kept, spares
 
 
 def _launch(words: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ...host.cores import CPU_BIND, parse_binding
 from ...host.masks import VENDORS
+from ..cli.launch_options import SHARED_OPTIONS, LaunchOptions, type_of
 from ..cli.missing_files import closest, no_such_file, why_no_yaml
 from ..launch.methods import NAMES
 from .paths import JOBS
@@ -68,14 +69,12 @@ class Profile:
     memory_per_node: str | None = None  # "64G"
     gpu_vendor: str | None = None  # None: it is not known
     request_gpus: bool = True  # false where nodes are exclusive and the scheduler knows no GPUs
-    launcher: str = "auto"
+    launch: LaunchOptions = LaunchOptions()  # options that a profile may set
     network: str | None = None  # the network in NCCL's log: "AWS Libfabric", "IB"
     interface: str | None = None  # interfaces of the fabric, comma-separated: "hsn0,hsn1"
     host_suffix: str | None = None  # suffix of host names on the fabric: "i", ".hsn.example.org"
     binding: str | None = None  # cores of each rank: "list:4-7:8-11"
-    stage: bool = False  # the ranks start from copies of their packages on each node
-    stage_dir: str | None = None  # for these: a local folder of each node, "$LOCAL_SCRATCH"
-    stage_directives: tuple[str, ...] = ()  # of jobs that use this folder: "--constraint=nvme"
+    stage_directives: tuple[str, ...] = ()  # of jobs that use stage_dir: "--constraint=nvme"
     proxy: dict[str, str] = field(default_factory=dict)  # variables: http_proxy, https_proxy, ...
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -163,7 +162,8 @@ def parse(text: str, path: Path) -> Profile:
                 f"{path}: the key {key!r} is missing. Every site needs it. Add a line '{key}: ...'."
             )
     values.pop("sources", None)
-    return Profile(name=path.stem, path=path, **values)
+    launch = LaunchOptions(**{name: values.pop(name) for name in _OF_LAUNCH if name in values})
+    return Profile(name=path.stem, path=path, launch=launch, **values)
 
 
 # YAML with line numbers ---------------------------------------------------------------------------
@@ -424,6 +424,12 @@ def _binding(node: Node, key: str) -> str:
     return binding
 
 
+_OF_TYPE: dict[type, Read] = {bool: _boolean, int: _count, str: text}
+_OF_LAUNCH: dict[str, Read] = {
+    name: _value(_choice(*LAUNCHERS) if name == "launcher" else _OF_TYPE[type_of(name)[0]])
+    for name, option in SHARED_OPTIONS.items()
+    if option.in_profile
+}
 _LISTS = ("module_paths", "modules", "setup", "directives", "stage_directives", "chunk")
 _KEYS: dict[str, Read] = {
     "title": text,
@@ -439,13 +445,11 @@ _KEYS: dict[str, Read] = {
     "memory_per_node": _value(text),
     "gpu_vendor": _value(_choice(*VENDORS)),
     "request_gpus": _value(_boolean),
-    "launcher": _value(_choice(*LAUNCHERS)),
+    **_OF_LAUNCH,
     "network": _value(text),
     "interface": _value(text),
     "host_suffix": _value(text),
     "binding": _binding,
-    "stage": _value(_boolean),
-    "stage_dir": _value(text),
     "proxy": _proxy,
     **dict.fromkeys(_LISTS, _entries),
     "environment": _variables,

@@ -104,6 +104,7 @@ def write(folder: Path, record: Mapping[str, Any], job_ids: Sequence[str]) -> No
 def new_record(job: Job, scheduler: str, site: str) -> dict[str, Any]:
     """Return what submission.json holds besides ids; of variables only the names."""
     values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    values |= values.pop("launch")._asdict()
     names = {f"{name}={value}": name for name, value in values.pop("environment").items()}
     return {
         "scheduler": scheduler,

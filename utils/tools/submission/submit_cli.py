@@ -15,6 +15,7 @@ from ...visible_text import visible
 from ..cli import defaults
 from ..cli.arguments import ArgumentParser
 from ..cli.defaults import DefaultsError
+from ..cli.launch_options import add_options
 from ..cli.missing_files import closest
 from ..schedulers import get_scheduler
 from ..schedulers.job_spec import OPTIONS, JobError
@@ -240,18 +241,9 @@ def _add_run_options(parser: ArgumentParser) -> None:
 def _add_resource_options(add: Callable[..., object]) -> None:
     nodes = "nodes (default: as many as --ntasks needs with one rank for each GPU, or 1)"
     add("-N", "--nodes", type=int, metavar="N", help=nodes)
-    spare = "more nodes, which get ranks only in the place of one that fails (default: 0)"
-    add("--spare", type=int, default=0, metavar="N", help=spare)
-    restarts = "restarts on the same nodes after a failure, unless it comes again (default: 0)"
-    add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
+    add_options(add, "restarts", for_submit=True)
     add("-n", "--ntasks", type=int, metavar="N", help="ranks in all, a multiple of --nodes")
-    add(
-        "--ntasks-per-node",
-        dest="ranks_per_node",
-        type=int,
-        metavar="N",
-        help="ranks per node (default: one for each GPU)",
-    )
+    add_options(add, "ranks", for_submit=True)
     add(
         "-c",
         "--cpus-per-task",
@@ -262,7 +254,6 @@ def _add_resource_options(add: Callable[..., object]) -> None:
     )
     gpus = "GPUs per node; 0 for none. Slurm: with a type, as in a100:4"
     add("--gpus-per-node", type=gpu_count, metavar="[TYPE:]N", help=gpus)
-    add("--oversubscribe", action="store_true", help="allow more ranks than GPUs on a node")
     memory = "memory per node, for example 64G; Slurm: 0 for all of it"
     add("--mem", dest="memory", metavar="SIZE", help=memory)
     add(
@@ -310,7 +301,7 @@ def _add_job_options(add: Callable[..., object]) -> None:
 
 
 def _add_environment_options(add: Callable[..., object]) -> None:
-    add("--launcher", metavar="NAME", help=f"starts the ranks: {', '.join(profiles.LAUNCHERS)}")
+    add_options(add, "launcher", for_submit=True, launchers=", ".join(profiles.LAUNCHERS))
     add(
         "--setup",
         action="append",
@@ -327,18 +318,10 @@ def _add_environment_options(add: Callable[..., object]) -> None:
         help="environment variable; NAME alone takes its value from this shell, unseen by ps",
     )
     add("--python", metavar="PATH", help="of the ranks; default: that of the active environment")
-    add("--label", action="store_true", help="put the rank before each line of output")
-    folder = "write the output of each rank to FOLDER/rank-N.log"
-    add("--output-dir", metavar="FOLDER", help=folder)
-    hang = (
-        "explain and end a job without progress for so long; 0: never. Default: as the script says"
-    )
-    add("--hang-timeout", type=float, metavar="SECONDS", help=hang)
-    add("--container", metavar="IMAGE", help="run in this image, with Apptainer or Singularity")
-    stage = "start from copies of the packages on the disk of each node, as ddpkit launch does"
-    add("--stage", action=argparse.BooleanOptionalAction, help=stage)
-    stage_dir = "local folder of each node for them, which may hold variables of the job"
-    add("--stage-dir", metavar="FOLDER", help=stage_dir)
+    add_options(add, "output", for_submit=True)
+    add_options(add, "hangs", for_submit=True)
+    add_options(add, "container", for_submit=True)
+    add_options(add, "packages", for_submit=True)
     add(
         "-m",
         dest="module_command",

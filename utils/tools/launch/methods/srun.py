@@ -128,7 +128,7 @@ class Srun(NativeMethod):
         self._as_requested = (
             request.hosts.ranks == request.allocation.ranks_per_host
             and options.ntasks is None
-            and options.ntasks_per_node is None
+            and options.ranks_per_node is None
             and not options.torchrun
             and not self._inside_step
             and request.environ.get("SLURM_NTASKS", "") == str(sum(request.hosts.ranks))
