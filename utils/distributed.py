@@ -540,6 +540,7 @@ def watch_collectives(
 
         write_hang_report(job.rank, folder, cause)
 
+    monitor.decisions.backend = job.backend
     monitor.own = OwnRank(
         entered_collectives,
         read_collectives,

@@ -58,7 +58,8 @@ class Failure(NamedTuple):
     """What failed first.
 
     rank, host: at fault; None where it is not one, or unknown. kind: see Kind. is_over: all
-    ranks end, because a host is lost or they hang.
+    ranks end, because a host is lost or they hang. waiting: where another rank waits with gloo for
+    a rank that was killed: "rank 0 waits in all_reduce of [[5050]] at train.py, line 20".
     """
 
     text: str
@@ -66,6 +67,16 @@ class Failure(NamedTuple):
     rank: int | None = None
     host: str | None = None
     is_over: bool = False
+    waiting: str = ""
+
+    @property
+    def why_aborted(self) -> str:
+        """Why gloo has aborted the rank, if it has: the others do not see that."""
+        return (
+            f"{self.waiting}, and rank {self.rank} entered another, smaller collective. Different "
+            "numbers of batches on the ranks do this: use drop_last=True or "
+            "DistributedDataParallel.join(). So do tensors of different sizes"
+        )
 
     def write(self, environ: Mapping[str, str] = os.environ, **more: object) -> None:
         """Append the line that programs read to the file that FAILURE_FILE names, if it does.

@@ -43,8 +43,8 @@ KINDS = {
                       "rank 5 on h3 .* is at LINE; rank 6"),
     "thread": (4.0, LATE.format("0-7", "ranks 0-4,6-7 wait")),
     "gil": (1.5, "rank 5 on h3 .* does not respond: its process is in native code. Its last .*waits in all_reduce"),
-    "aborted-itself": (1.5, r"rank 5 on h3 .* ended without a report.*Rank \d waits in all_reduce of \[\[4000\]\] at .*"
-                            "gloo has aborted it: it has entered a smaller collective"),
+    "aborted-itself": (1.5, r"rank 5 on h3 .* ended without a report.*gloo has aborted it: rank \d waits in all_reduce "
+                            r"of \[\[4000\]\] at .*, and rank 5 entered another, smaller collective"),
 }
 # tests/unit/test_hang_watch.py and test_late_ranks.py judge positions like those of these.
 IN_TABLES = ("blocked-teardown", "group-skipped", "hsdp", "recv-unsent", "pipeline", "thread")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,36 @@ def test_a_loss_that_is_not_finite_is_reported_once_with_step_and_rank() -> None
     errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
     assert done.returncode == 0 and len(errors) == 1, done.stderr
     assert "loss of step 7 is not finite on rank 1." in errors[0]
+
+
+UNEQUAL = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(100, 50))
+for step in range(5 - 2 * dist.get_rank()):
+    model(torch.randn(4, 100)).sum().backward()
+{then}
+dist.destroy_process_group()
+"""
+TWO_RANKS = [str(ROOT / "scripts" / "launch.py"), "--launcher", "local", "-n", "2", "--hang-timeout", "5"]
+
+
+@pytest.mark.parametrize(("then", "expected"), [
+    ("dist.all_reduce(torch.zeros(1))",  # such as of a metric
+     r"ddpkit launch: rank 1 on \S+ was aborted by gloo \(SIGABRT, exit status 134\): rank 0 (waits|was) in .* at "
+     r"\S+train\.py, line 7, in <module>, and rank 1 entered another, smaller collective\. Different numbers of "
+     r"batches on the ranks do this: use drop_last=True or DistributedDataParallel\.join\(\)\. .*"),
+    ("dist.barrier()",  # without data: gloo aborts nothing
+     r"ddpkit launch: rank 0 on \S+ \(pid \d+\) entered a different collective (\d+): all_reduce of \[\[5050\]\] at "
+     r"\S+train\.py, line 7, in <module>; rank 1 on \S+ \(pid \d+\) entered a different collective \1: barrier at "
+     r"\S+train\.py, line 8, in <module>\. .* Different numbers of batches on the ranks do this, too: .*")])
+def test_unequal_batches_before_another_collective(tmp_path: Path, then: str, expected: str) -> None:
+    (tmp_path / "train.py").write_text(UNEQUAL.format(then=then))
+    done = python(*TWO_RANKS, "train.py", cwd=tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == (134 if "all_reduce" in then else 1) and re.fullmatch(expected, last), done.stderr
 
 
 STATE = """\

@@ -271,3 +271,55 @@ def test_rank_0_that_leaves_knows_who_calls_one_more() -> None:
     cause = of.last_cause(Failure("rank 0 left normally", "uneven", 0, "h0"), 16, "left normally")
     assert cause and (cause.kind, cause.rank) == ("uneven", 2)
     assert cause.text.startswith("rank 2 on h2 called barrier() at a, and ranks 0-1 left normally after 16 collectives")
+
+
+IN_BUCKET = "all_reduce of [[5050]] at train.py, line 12, in <module>"
+
+
+def in_bucket(of: Decisions) -> None:
+    """Rank 0 and 2 wait in the gradients of a step that rank 1 does not run."""
+    waits = Collective(**{**call(4), "sizes": "[[5050]]", "location": "train.py, line 12, in <module>"})
+    of.positions.update({rank: position(4)._replace(last=(waits,)) for rank in (0, 2)})
+
+
+def asked_after_death(backend: str, place: str = "") -> Failure:
+    """What rank 0 finds when rank 1 has died and rank 2 asks. place: where rank 2 was, without a record."""
+    of = decisions()
+    of.backend = backend
+    killed(of)
+    of.query(2, "lost", 0.0, place)
+    of.respond(0.1)
+    if not place:
+        in_bucket(of)
+    of.respond(4.0)
+    assert of.first
+    return of.first
+
+
+@pytest.mark.parametrize(("place", "waiting"), [
+    ("", f"rank 0 waits in {IN_BUCKET}"),
+    ("backward() at train.py, line 12, in <module>", "rank 2 was in backward() at train.py, line 12, in <module>")])
+def test_rank_that_gloo_may_have_aborted_is_reported_with_where_another_one_waits(place: str, waiting: str) -> None:
+    cause = asked_after_death("gloo", place)
+    assert (cause.kind, cause.rank, cause.waiting) == ("killed", 1, waiting)
+    assert cause.text.endswith(
+        "The launcher's output has its exit status. If that is 134 (SIGABRT), gloo has aborted it: "
+        f"{waiting}, and rank 1 entered another, smaller collective. Different numbers of batches on the ranks do "
+        "this: use drop_last=True or DistributedDataParallel.join(). So do tensors of different sizes")
+
+
+def test_gloo_aborts_no_rank_of_nccl() -> None:
+    """There, an abort is that of torch's watchdog."""
+    cause = asked_after_death("nccl")
+    assert not cause.waiting and "gloo" not in cause.text
+
+
+def test_rank_0_that_gloo_may_have_aborted_is_explained_by_the_others() -> None:
+    of = decisions(1)
+    of.backend = "gloo"
+    killed(of, 0)
+    cause = of.known_cause()
+    assert cause
+    explained = of.explain_without_rank_0(cause, "backward() at train.py, line 12, in <module>")
+    assert explained.waiting == "rank 1 was in backward() at train.py, line 12, in <module>"
+    assert "gloo has aborted it: rank 1 was in backward() at" in explained.text

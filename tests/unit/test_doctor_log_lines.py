@@ -101,6 +101,8 @@ PEOPLE = "ddpkit launch: 2 ranks on 2 hosts (n1, n2) by srun\n{}\nddpkit launch:
      "collective that only some ranks call", ("uneven_work", None, None, False)),
     ("rank 1 on n2 left normally after 7 collectives, and other ranks still wait for it. The ranks run different "
      "numbers of steps", ("uneven_work", 1, "n2", False)),
+    ("rank 1 on n2 was aborted by gloo (SIGABRT, exit status 134): rank 0 waits in all_reduce at a.py, line 3, and "
+     "rank 1 entered another, smaller collective", ("different_collectives", 1, "n2", False)),
     ("rank 1 on n2 failed: RuntimeError: NaN. Rank 1 ended with exit status 9", ("python_exception", 1, "n2", None)),
     ("rank 1 on n2 was ended by SIGKILL (exit status 137), perhaps because its host ran out of memory. Slurm reports: "
      "out of memory on n3: oom_kill event in StepId=4.0", ("host_oom", None, "n3", False)),

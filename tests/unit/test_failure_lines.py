@@ -27,6 +27,10 @@ FAILURES = {  # what rank 1 does, and the last line
     "os._exit(7)": ("    if bad: os._exit(7)", r"rank 1 on \S+ ended with exit status 7 and without an exception, .*"),
     "one step less": ("    if bad: sys.exit()", r"rank 0 on \S+ called all_reduce\(\) at .* or the ranks run .*"),
     "a barrier more": ("    if not bad: job.barrier()\n    sys.exit()", r"rank 0 on \S+ called barrier\(\) at .*"),
+    "one batch less, then a metric": (
+        "    for _ in range(1 + bad): job.all_reduce_mean(torch.ones(1000))",
+        r"rank 0 on \S+ was aborted by gloo \(SIGABRT, exit status 134\): rank 1 was in all_reduce\(\) at "
+        r"\S+train\.py, line \d+, in <module>, and rank 0 entered another, smaller .* The line of rank 0 follows .*"),
     "hang": ("    if bad: time.sleep(60)", r"rank 1 on \S+ \(pid \d+\) did not enter collective 2, in which .*"),
     "device_ids on a CPU": ("    if bad: DDP(torch.nn.Linear(2, 2), device_ids=[0])",
                             r"rank 1 on \S+ failed: ValueError: .* Pass device_ids=job.device_ids, which .*"),
@@ -51,7 +55,8 @@ def test_a_failure_has_one_closing_line(failure: str, tmp_path: Path) -> None:
     program, record = tmp_path / "train.py", tmp_path / "failure"
     program.write_text(BEGIN + what + END)
     env = {"PYTHONPATH": str(ROOT), "DDPKIT_FAILURE_FILE": str(record)}  # as in a job of `ddpkit submit`
-    ended_from_outside = failure in ("SIGKILL", "os._exit(0)", "os._exit(7)")  # by what the launcher has started
+    # Of what the launcher has started itself.
+    ended_from_outside = failure in ("SIGKILL", "os._exit(0)", "os._exit(7)", "one batch less, then a metric")
     done = python(str(program), ranks=2, env=env, cwd=tmp_path, warm=not ended_from_outside)
     lines = lines_of_kit(done.stderr)
     assert done.returncode != 0 and len(lines) == 1 + (failure == "hang"), done.stderr

@@ -24,6 +24,7 @@ def found(**fields: Any) -> Outcome:
 
 RAISED = Failure("rank 1 on n2 failed: ValueError: bad batch 17", "exception", 1, "n2")
 KILLED = Failure("rank 1 on n2 ended without a report. It was killed", "killed", 1, "n2")
+ABORTED = KILLED._replace(waiting="rank 0 waits in all_reduce of [[5050]] at train.py, line 12, in <module>")
 GPU = Failure("rank 1 on n2 failed: RuntimeError: CUDA error: uncorrectable ECC error", "exception", 1, "n2")
 LEFT = Failure("rank 1 on n2 ended its program after 5 collectives", "uneven", 1, "n2")
 LOST_AGENT = Loss("n2", "the connection to n2 was lost: the agent there has failed", 5.0)
@@ -99,8 +100,12 @@ ROWS: dict[str, Row] = {
                                      ()),
     "a host is lost after a stop": ({"lost": [CUT], "stopped_by": 15, "stopped_at": 4.0, "ends": ends((0, SIGTERM, 9))},
                                     SIGTERM, "stop", None, None, ()),
-    "aborted by gloo": ({"ends": ends((1, SIGABRT, 1)), "reported": KILLED, "reported_at": 1.1}, SIGABRT, "killed", 1,
+    "aborted by gloo": ({"ends": ends((1, SIGABRT, 1)), "reported": ABORTED, "reported_at": 1.1}, SIGABRT, "killed", 1,
                         "n2", ()),  # the ranks know why
+    "aborted by a library": ({"ends": ends((1, SIGABRT, 1)), "reported": KILLED, "reported_at": 1.1}, SIGABRT, "status",
+                             1, "n2", ()),
+    "killed while others waited": ({"ends": ends((1, SIGKILL, 1)), "reported": ABORTED, "reported_at": 1.1}, SIGKILL,
+                                   "status", 1, "n2", ("n2",)),
     "a bus error at the limit of memory of the job": (
         {"ends": ends((1, SIGBUS, 1)), "out_of_memory": OutOfMemory("Detected 1 oom_kill event", "n2")}, SIGBUS,
         "status", 1, "n2", ()),
@@ -137,6 +142,13 @@ def test_what_the_evidence_means(row: str) -> None:
      "mpiexec ended with exit status 0, and how rank 1 ended is not known"),
     ({"hosts": ("n1", "n2", "n3"), "lost": [CUT, CUT._replace(host="n3")]},
      "the connections to all other hosts (n2, n3) were lost: the network of n1, where ddpkit launch runs, has failed"),
+    ({"ends": ends((1, SIGABRT, 1), (0, 1, 2)), "reported": ABORTED, "reported_at": 1.1},
+     "rank 1 on n2 was aborted by gloo (SIGABRT, exit status 134): rank 0 waits in all_reduce of [[5050]] at train.py, "
+     "line 12, in <module>, and rank 1 entered another, smaller collective. Different numbers of batches on the ranks "
+     "do this: use drop_last=True or DistributedDataParallel.join(). So do tensors of different sizes. The line of "
+     "rank 1 follows \"Fatal Python error: Aborted\" in its output"),
+    ({"ends": ends((1, SIGABRT, 1)), "reported": KILLED, "reported_at": 1.1},
+     "rank 1 on n2 was ended by SIGABRT (exit status 134)"),
     ({"expected": 3, "ends": ends((1, 0, 1), (0, 1, 2))},
      "rank 1 on n2 had ended with exit status 0 before rank 0 on n1 ended with exit status 1")])
 def test_the_words_of_an_outcome(evidence: dict[str, Any], cause: str) -> None:

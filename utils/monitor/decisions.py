@@ -22,10 +22,6 @@ DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it re
 _LONGEST_CAUSE = 1 << 14  # characters, such as of an exception with a long text
 _BLOCKED_SHARE, _BUSY_SHARE = 1 / 3, 5  # of HOST_LOST_SECONDS, without progress since a rank ended
 _SHOWN_CAUSES = 8
-_ABORTED = (
-    "If its exit status is 134 (SIGABRT), gloo has aborted it: it has entered a smaller collective "
-    "than the others, so compare the sizes of tensors"
-)
 
 
 class State(enum.Enum):
@@ -98,6 +94,7 @@ class Decisions:
     def __init__(self, rank: int, hosts: Mapping[int, str]) -> None:
         """rank: this one. hosts: of it and of the ranks it is connected to, "n1 (pid 7)"."""
         self.rank, self.hosts = rank, dict(hosts)
+        self.backend = ""  # of the ranks, once torch has connected them
         self.states = dict.fromkeys(self.hosts, State.STARTING)
         self.start_failure: Failure | None = None
         self.first: Failure | None = None  # that every rank reports
@@ -291,15 +288,20 @@ class Decisions:
         from .hangs import hang_cause
 
         known = self.known_cause()
-        if not known:
+        if not known or self.backend != "gloo":
             return
         if mismatch := hang_cause.describe_mismatch(self.positions, self.hosts, all_sizes=True):
             ranks = hang_cause.mismatched(self.positions, all_sizes=True)
             aborted = next(rank for rank, cause in self.departed.items() if cause is known)
             text = f"{mismatch}. Then gloo aborted rank {aborted} (SIGABRT)"
             self.first = self.hang(text, ranks)
-        elif example := hang_cause.describe_waiting(self.positions):
-            self.first = known._replace(text=f"{known.text}. {example}. {_ABORTED}")
+            return
+        waiting = hang_cause.describe_waiting(self.positions)
+        for rank, query in sorted(self._queries.items()):
+            if query.place and not waiting:  # earlier than torch 2.13
+                waiting = f"rank {rank} was in {query.place}"
+        if waiting:
+            self.first = _may_be_aborted(known, waiting)
 
     def _find_hung(self) -> None:
         """Find the ranks for which a collective has timed out."""
@@ -340,9 +342,8 @@ class Decisions:
         """Add what this rank knows to the end of rank 0. place: what has failed here, and where."""
         if cause.kind == "uneven":
             return self.explain_left({self.rank: place}) or cause
-        if cause.kind == "killed":
-            text = f"{cause.text}. Rank {self.rank} was in {place}. {_ABORTED}"
-            return cause._replace(text=text)
+        if cause.kind == "killed" and self.backend == "gloo":
+            return _may_be_aborted(cause, f"rank {self.rank} was in {place}")
         return cause
 
     def last_cause(self, own: Failure | None, entered: int | None, how: str) -> Failure | None:
@@ -448,6 +449,13 @@ class Decisions:
         )
         newest = max(of_all, default=0)
         return {rank for rank, entered in self._left_after.items() if entered < newest}
+
+
+def _may_be_aborted(killed: Failure, waiting: str) -> Failure:
+    """Add that gloo may have aborted a killed rank. waiting: see Failure."""
+    failure = killed._replace(waiting=waiting)
+    text = f"{killed.text}. If that is 134 (SIGABRT), gloo has aborted it: {failure.why_aborted}"
+    return failure._replace(text=text)
 
 
 def waits(calls: Sequence[Collective]) -> bool:

@@ -219,7 +219,7 @@ def describe_waiting(positions: Mapping[int, Position]) -> str:
     for rank, its_waits in waits(positions, positions).items():
         for wait in its_waits:
             if wait.call["operation"] and not wait.call["between_two"]:
-                return f"Rank {rank} waits in {_show(wait.call, positions[rank])}"
+                return f"rank {rank} waits in {_show(wait.call, positions[rank])}"
     return ""
 
 
@@ -243,7 +243,8 @@ def describe_mismatch(
     if example is None:
         return (
             f"{causes}. One of these is a collective that only some ranks call; which one cannot "
-            "be told"
+            "be told. Different numbers of batches on the ranks do this, too: use drop_last=True "
+            "or DistributedDataParallel.join()"
         )
     return f"{causes}. The other ranks entered {shown[example]}"
 

@@ -30,7 +30,7 @@ ROWS = (
           "The ranks entered different collectives, or the same one with different sizes.",
           "The stacks in the output: which line each rank was in. TORCH_DISTRIBUTED_DEBUG=DETAIL.",
           "Let every rank call the same collectives in the same order, with the same shapes.",
-          ("op.preamble.length <= op.nbytes", "gloo::EnforceNotMet",
+          ("op.preamble.length <= op.nbytes", "gloo::EnforceNotMet", "was aborted by gloo",
            "Detected mismatch between collectives on ranks", "a distributed collective mismatch",
            "Received data size doesn't match", "ollectives differ", "ollective mismatch",
            "ncclInvalidUsage: ...mismatch", "Message truncat", "sequence number differ",

@@ -86,7 +86,7 @@ _ABOUT_RANKS = re.compile(
 )
 # How a closing line goes on after rank and host, and the kind of the failure.
 _CLOSING_KINDS: tuple[tuple[str, Kind], ...] = (
-    ("failed: ", "exception"), ("was ended by ", "status"),
+    ("failed: ", "exception"), ("was ended by ", "status"), ("was aborted by gloo", "killed"),
     ("ended with exit status 0", "left"), ("had ended with exit status 0", "left"),
     ("ended with exit status ", "status"), ("ended without a report", "killed"),
     ("left ", "uneven"), ("cannot start", "start"), ("did not find rank 0", "start"),

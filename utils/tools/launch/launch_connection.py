@@ -154,7 +154,9 @@ class RankNotices:
             self.failed_at = self.failed_at or time.monotonic()
             self.is_early = message["what"] == EARLY
             known, fields = self.first_cause, {**message, "kind": message["about"]}
-            first = Failure(**{name: fields[name] for name in Failure._fields})
+            # A rank may have another version of the kit, whose failures have fewer fields.
+            names = [name for name in Failure._fields if name in fields]
+            first = Failure(**{name: fields[name] for name in names})
             if first.rank is None and known is not None and known.text == first.text:
                 # A rank that was told the cause repeats it when rank 0 has left.
                 first = known._replace(is_over=first.is_over)

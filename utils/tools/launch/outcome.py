@@ -265,12 +265,18 @@ def _reported(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
     if reported.kind == "exception":
         ends = [end for end in ends if end.status != _BY_LAUNCHER]
     first_status = next((end.status for end in ends if end.status), None)
-    text, kind, rank, host, _ = reported
+    text, kind, rank, host, _, waiting = reported
     text, status = text.rstrip("."), first_status or evidence.problem_status or 1
     end = next((end for end in ends if end.rank is not None and end.rank == rank), None)
     if end is not None and end.status is not None:
         host, status = host or end.host, end.status or status
-        if kind == "killed" and end.status != 128 + signal.SIGABRT:
+        if kind == "killed" and waiting and end.status == 128 + signal.SIGABRT:
+            text = (
+                f"rank {rank} on {host} was aborted by gloo (SIGABRT, exit status {end.status}): "
+                f'{reported.why_aborted}. The line of rank {rank} follows "Fatal Python error: '
+                'Aborted" in its output'
+            )
+        elif kind == "killed":
             text, kind = _describe_end(rank or 0, host, end.status)
         elif end.status > 1:  # 1 is the status of every exception
             text += f". Rank {rank} {describe_status(end.status)}"
