@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from .launch_protocol import EARLY, TRACEBACK, Failure, describe, query, send
 from .launchers.rank_variables import LAUNCH_RANK
+from .phrases import ENDED_BY, ENDED_WITH, FAILED
 
 _ANSWER_SECONDS = 1.0  # until this rank prints what another one may have printed
 # Of a rank that torchrun has ended, or that has raised an exception, which the rank reports.
@@ -31,7 +32,7 @@ def report(error: Exception, show: Callable[[], object], *, shares_output: bool)
             _report_rank_of_torchrun(error)
         return True
     rank, host = int(text), socket.gethostname()
-    failure = Failure(f"rank {rank} on {host} failed: {describe(error)}", "exception", rank, host)
+    failure = Failure(f"rank {rank} on {host} {FAILED} {describe(error)}", "exception", rank, host)
     with _later_stops():
         digest = _digest(error)
         is_printed = shares_output and _is_printed(digest, failure)
@@ -81,9 +82,9 @@ def _report_rank_of_torchrun(error: Exception) -> None:
     if not first:
         return
     _, rank, code = first[0]
-    how = f"ended with exit status {code}"
+    how = f"{ENDED_WITH} {code}"
     if code < 0:
-        how = f"was ended by {signal.Signals(-code).name} (exit status {128 - code})"
+        how = f"{ENDED_BY} {signal.Signals(-code).name} (exit status {128 - code})"
     host = socket.gethostname()
     send(
         EARLY,

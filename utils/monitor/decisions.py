@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..channel import Message
 from ..launch_protocol import Failure, Kind
+from ..phrases import LEFT, NO_REPORT, NOT_ENTERED, SILENT
 from ..ranges import name_ranks
 
 if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
@@ -134,7 +135,7 @@ class Decisions:
         cause: Failure | None,
         first: Failure | None,
         entered: int | None,
-        how: str = "left normally",
+        how: str = LEFT,
     ) -> None:
         """A rank has left. first: the cause that it knows. entered: so many collectives."""
         self.states[rank] = State.LEFT
@@ -153,14 +154,14 @@ class Decisions:
         is_starting = not self.all_started
         if host_lost:
             text = (
-                f"{name} does not respond to {self.this_host}: its host is down, or the network "
+                f"{name} {SILENT} to {self.this_host}: its host is down, or the network "
                 "between them is cut"
             )
         elif is_starting:
             text = f"{name} died while torch was connecting the ranks. Look for its own message"
         else:
             text = (
-                f"{name} ended without a report. It was killed (out of memory, or a signal), "
+                f"{name} {NO_REPORT}. It was killed (out of memory, or a signal), "
                 "crashed, or called os._exit(). The launcher's output has its exit status"
             )
         self.states[rank] = State.LOST if host_lost else State.KILLED
@@ -322,12 +323,8 @@ class Decisions:
         for query in self._queries.values():
             named = [rank for rank in query.missing if rank in running]
             causes = [
-                f"{self._names([rank])} did not enter {query.place}. It "
-                + (
-                    f"is at {self.positions[rank].location}"
-                    if rank in self.positions
-                    else "does not respond"
-                )
+                f"{self._names([rank])} {NOT_ENTERED} {query.place}. It "
+                + (f"is at {self.positions[rank].location}" if rank in self.positions else SILENT)
                 for rank in named[:_SHOWN_CAUSES]
             ]
             if len(named) > _SHOWN_CAUSES:
@@ -371,7 +368,7 @@ class Decisions:
         )
         numbers = {self._left_after.get(rank) for rank in left} - {None}
         after = f" after {max(filter(None, numbers), default=0)} collectives" if numbers else ""
-        how = self._left_how[left[0]] if len(left) == 1 else "left normally"
+        how = self._left_how[left[0]] if len(left) == 1 else LEFT
         text = f"{shown}, and {self._names(sorted(left))} {how}{after}. "
         if self.rank == 0 and 2 * len(left) > len(self.hosts):
             text += "It is a collective that only some ranks call: call it on all ranks, or on none"

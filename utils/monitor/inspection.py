@@ -19,6 +19,7 @@ from ..channel import Channel, Message, Peer
 from ..host import process
 from ..host.process import work_done
 from ..launch_protocol import Failure
+from ..phrases import SILENT
 from .decisions import DECIDE_SECONDS, host_of
 from .hangs.hang_cause import at_fault, places_of_waits, summary, unreported, waits
 from .hangs.hang_watch import BUSY_FACTOR, HangWatch, Heartbeat
@@ -205,7 +206,7 @@ class Inspection:
         # A rank that does not wait may be busy, and has the limit of busy ranks.
         if self._monitor.waits() or stalled > 1.1 * BUSY_FACTOR * watch.limit + 5:
             text = (
-                f"rank 0 on {self._decisions.hosts[0]} does not respond to "
+                f"rank 0 on {self._decisions.hosts[0]} {SILENT} to "
                 f"{self._decisions.this_host}: it is stopped or busy in native code, its host is "
                 "down, or the network between them is cut"
             )

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from ..channel import Channel, Message, Peer
 from ..host import process
 from ..launch_protocol import Failure, report_first_cause
+from ..phrases import LEFT
 from . import decisions as rules
 from .decisions import DECIDE_SECONDS, Action, Decisions, Send, waits
 
@@ -164,7 +165,7 @@ class Monitor:
             self._inspection = Inspection(self)
         return self._inspection
 
-    def leave(self, cause: Failure | None, how: str = "left normally") -> None:
+    def leave(self, cause: Failure | None, how: str = LEFT) -> None:
         """Report that this rank leaves, and close the connections.
 
         cause: what the ranks that still need this one should report; None where another rank's

@@ -29,6 +29,7 @@ from ..launch_protocol import EXIT_REQUEUE, Failure, describe, may_have, report_
 from ..launchers.launcher import Placement
 from ..launchers.torchrun import write_error_file
 from ..log import get_logger
+from ..phrases import FAILED, LEFT
 from . import exit_calls
 from .counts import entered_collectives
 from .monitor import Monitor
@@ -38,7 +39,6 @@ _log = get_logger(__name__)
 _DESTROY_SECONDS = 20.0
 _SLOWEST_RANK_SECONDS = 1800.0  # for a last evaluation or save while the other ranks close
 _ORDERLY_EXITS = (None, 0, EXIT_REQUEUE)  # of SystemExit
-_LEFT = "left normally"
 _REPORTED = "_ddpkit_reported"  # attribute of an exception that has been printed
 _FAILED_KEY, _CLOSING_KEY = "ddpkit/failed", "ddpkit/closing"  # in the store
 
@@ -137,7 +137,7 @@ class Shutdown:
         if self._closed:
             return
         self._closed = True
-        how = how or _describe_leaving(_LEFT)
+        how = how or _describe_leaving(LEFT)
         self._leave(self._departure(how), how)
         if not self._owns_group:
             self.store = HashStore()  # a group of this process may begin a store at the same port
@@ -182,7 +182,7 @@ class Shutdown:
         named = re.search(_FAILED_RANK, description) if _raised_by_torch(error) else None
         rank, host = (int(named[1]), named[2]) if named else (self._rank, socket.gethostname())
         failed_rank = f"rank {rank} on {host}"
-        failure = Failure(f"{failed_rank} failed: {description}", "exception", rank, host)
+        failure = Failure(f"{failed_rank} {FAILED} {description}", "exception", rank, host)
         kind = peer_failure(error) if self._world_size > 1 else ""
         found = re.search(_MONITORED_BARRIER, text) if kind else None
         missing = [int(number) for number in re.findall(r"\d+", found[1])] if found else []
@@ -231,7 +231,7 @@ class Shutdown:
             return self._monitor.find_cause(kind, place, missing)
         return self._monitor.report_failure(failure)
 
-    def _leave(self, cause: Failure | None, how: str = _LEFT) -> None:
+    def _leave(self, cause: Failure | None, how: str = LEFT) -> None:
         if self._monitor is not None:
             self._monitor.leave(cause, how)
 

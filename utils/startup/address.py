@@ -21,6 +21,7 @@ from ..host.address_filter import accept_only
 from ..launch_protocol import may_have
 from ..launchers.launcher import Launcher, NameService, NameServiceUnavailable, Placement, poll
 from ..launchers.rank_variables import REQUIRE_SECRET
+from ..phrases import NO_RANK_0
 from . import secret
 from .endpoints import Endpoints, find_endpoints
 from .exchange import NotRank0, RendezvousServer, join
@@ -268,9 +269,9 @@ def _join(
     tried = "; ".join(list(failures.values())[-4:]) or "nothing: rank 0 has published no address"
     source = f" (from {endpoints.source})" if endpoints.name_service is None else ""
     raise LaunchError(
-        f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()} did not find "
-        f"rank 0 within {timeout:.0f} s{source}. Tried {tried}. Check that rank 0 runs there (look "
-        "for its message), and that no firewall is between the hosts"
+        f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()} "
+        f"{NO_RANK_0} within {timeout:.0f} s{source}. Tried {tried}. Check that rank 0 runs there "
+        "(look for its message), and that no firewall is between the hosts"
         + (f". {hint}" if (hint := _hint_on_variables(placement, endpoints)) else ""),
         rank=0,
     )

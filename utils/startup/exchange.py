@@ -20,6 +20,7 @@ from ..channel import Channel, Loop, Message, Peer, PeerServer, Secret
 from ..errors import LaunchError
 from ..host import network
 from ..launchers.launcher import Placement
+from ..phrases import CANNOT_START
 from .reports import Assignment, RankReport, did_not_join
 
 _ROLE = "rank"
@@ -282,4 +283,4 @@ def host_and_pid(report: RankReport) -> str:
 
 
 def _cannot_start(rank: int, report: RankReport) -> str:
-    return f"rank {rank} on {host_and_pid(report)} cannot start: {report['error']}"
+    return f"rank {rank} on {host_and_pid(report)} {CANNOT_START} {report['error']}"

@@ -9,6 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from ...phrases import NOT_ENTERED, OTHER_COLLECTIVE, SILENT
 from ...ranges import name_ranks, parse_ranges
 from .positions import Collective, Group, Position, Wait
 
@@ -115,7 +116,7 @@ def describe(
         if rank in positions
     ]
     causes += [
-        f"rank {rank} on {hosts[rank]} does not respond: "
+        f"rank {rank} on {hosts[rank]} {SILENT}: "
         f"{silent.get(rank, 'it is stopped, or busy in native code')}"
         for rank in no_response
     ]
@@ -160,7 +161,7 @@ def _describe_late(
     number = ", and ".join(shown)
     if group and group.location not in ("", positions[rank].location):  # of another thread
         location = group.location
-    return f"rank {rank} on {hosts[rank]} did not enter {number}. It is at {location}"
+    return f"rank {rank} on {hosts[rank]} {NOT_ENTERED} {number}. It is at {location}"
 
 
 def describe_workers(position: Position) -> str:
@@ -236,7 +237,7 @@ def describe_mismatch(
     shown = {rank: _show(call, positions[rank]) for rank, call in by_rank.items()}
     number = _number(next(iter(by_rank.values())))
     causes = "; ".join(
-        f"rank {rank} on {hosts[rank]} entered a different {number}: {shown[rank]}"
+        f"rank {rank} on {hosts[rank]} {OTHER_COLLECTIVE} {number}: {shown[rank]}"
         for rank in odd[:_SHOWN_RANKS]
     )
     example = next((rank for rank in by_rank if rank not in odd), None)

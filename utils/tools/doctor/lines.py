@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from ...launch_protocol import FAILURE, Failure, Kind
+from ...launch_protocol import FAILURE, Failure
+from ...phrases import KIND_OF, NO_RANK_0
 from .causes import CAUSES
 from .failure_cause import CauseLevel, FailureCause
 from .labels import HOST, split_labels
@@ -84,14 +85,6 @@ _ABOUT_RANKS = re.compile(
     r"\bhang\b|\bis lost\b|\blost contact\b|\bdisagree\b|\bwait for\b|\bwait in\b|\bdid not enter\b"
     r"|\bdoes not respond\b|\bno collective for\b|\ball ranks wait\b"
 )
-# How a closing line goes on after rank and host, and the kind of the failure.
-_CLOSING_KINDS: tuple[tuple[str, Kind], ...] = (
-    ("failed: ", "exception"), ("was ended by ", "status"), ("was aborted by gloo", "killed"),
-    ("ended with exit status 0", "left"), ("had ended with exit status 0", "left"),
-    ("ended with exit status ", "status"), ("ended without a report", "killed"),
-    ("left ", "uneven"), ("cannot start", "start"), ("did not find rank 0", "start"),
-    ("did not enter ", "hang"), ("entered a different ", "hang"), ("does not respond", "hang"),
-)  # fmt: skip
 _DETAIL = re.compile(
     r"Parameter\w* (?:indices )?which did not receive grad for rank .*|\bRank \d+ has .* params.*"
 )
@@ -251,7 +244,7 @@ def _read_cause(text: str) -> Failure | None:
             return Failure(text, "uneven", int(of_rank[1]), of_rank[2])
         return Failure(text, "uneven")
     if of_rank := _CLOSING_RANK.match(text):
-        kinds = [kind for words, kind in _CLOSING_KINDS if of_rank[3].startswith(words)]
+        kinds = [kind for words, kind in KIND_OF if of_rank[3].startswith(words)]
         if kinds:
             return _blame_memory(Failure(text, kinds[0], int(of_rank[1]), of_rank[2]))
     return Failure(text, "lost") if _ABOUT_RANKS.search(text) else None
@@ -263,7 +256,7 @@ def read_launch_error(line: str) -> Failure | None:
     name, marker, text = message.partition("LaunchError: ")
     if not marker or name or text.startswith("this rank ("):
         return None
-    if "did not find rank 0" in text:
+    if NO_RANK_0 in text:
         return Failure(text, "start", 0)
     ranks = set(_RANK_AT_START.findall(text))
     if ranks:

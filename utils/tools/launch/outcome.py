@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 from ...host.gpus import GPU_ERRORS
 from ...job.notation import same_host
 from ...launch_protocol import EXIT_REQUEUE, Failure, Kind
+from ...phrases import ABORTED, ENDED_BY, ENDED_WITH, HAD_ENDED
 from ...ranges import name_ranks
 
 # Two ranks of a script that end with an error so shortly after each other: either may be the cause.
@@ -272,7 +273,7 @@ def _reported(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
         host, status = host or end.host, end.status or status
         if kind == "killed" and waiting and end.status == 128 + signal.SIGABRT:
             text = (
-                f"rank {rank} on {host} was aborted by gloo (SIGABRT, exit status {end.status}): "
+                f"rank {rank} on {host} {ABORTED} (SIGABRT, exit status {end.status}): "
                 f'{reported.why_aborted}. The line of rank {rank} follows "Fatal Python error: '
                 'Aborted" in its output'
             )
@@ -353,7 +354,7 @@ def _of_ends(failed: list[RankEnd], ends: Sequence[RankEnd], evidence: Evidence)
     if evidence.launcher_late is not None:
         text += f"; {evidence.launcher} did not end within {evidence.launcher_late:.0f} s"
     if left and status in _CONSEQUENCES:
-        text = f"{_some([end.who for end in left])} had ended with exit status 0 before {text}"
+        text = f"{_some([end.who for end in left])} {HAD_ENDED} before {text}"
         if len(left) + 1 < evidence.expected:
             return Outcome(status, "left", text)
         return Outcome(status, "left", text, first.rank, first.host)
@@ -407,12 +408,12 @@ def _describe_end(rank: int, host: str | None, status: int) -> tuple[str, Kind]:
     """Return what the end of a rank without a report means, and the kind of that failure."""
     who = f"rank {rank}" + (f" on {host}" if host else "")
     if not status:
-        text = "ended with exit status 0 before the others: os._exit(0), or the end of its program"
+        text = f"{ENDED_WITH} 0 before the others: os._exit(0), or the end of its program"
         return f"{who} {text}", "left"
     if status > 128:
         memory = ", perhaps because its host ran out of memory" * (status == 128 + signal.SIGKILL)
         return f"{who} {describe_status(status)}{memory}", "status"
-    text = f"ended with exit status {status} and without an exception, as by os._exit({status})"
+    text = f"{ENDED_WITH} {status} and without an exception, as by os._exit({status})"
     return f"{who} {text}", "status"
 
 
@@ -420,10 +421,10 @@ def describe_status(status: int) -> str:
     """Convert 139 to "was ended by SIGSEGV (exit status 139)"."""
     if status > 128:
         try:
-            return f"was ended by {signal.Signals(status - 128).name} (exit status {status})"
+            return f"{ENDED_BY} {signal.Signals(status - 128).name} (exit status {status})"
         except ValueError:
             pass
-    return f"ended with exit status {status}"
+    return f"{ENDED_WITH} {status}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from ...host import process
 from ...launch_protocol import HANG_TIMEOUT
+from ...phrases import SILENT
 
 _FACTOR = 1.2  # of --hang-timeout: the monitor of the ranks, which knows more, comes first
 _LOOKS = 16  # within the limit
@@ -27,7 +28,7 @@ def hang_limit(environ: Mapping[str, str]) -> float:
 def describe(rank: int, host: str, pid: int, why: str, seconds: float) -> str:
     """Return what ends the launch. why: see process.why_stopped()."""
     return (
-        f"rank {rank} on {host} (pid {pid}) does not respond: its process is {why}, for "
+        f"rank {rank} on {host} (pid {pid}) {SILENT}: its process is {why}, for "
         f"{seconds:.0f} s by now"
     )
 
