@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.machinery
 import os
 import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
 
-from .launch_protocol import EARLY, TRACEBACK, Failure, describe, query, send
+from .launch_protocol import (
+    EARLY,
+    STAGED_COPY,
+    TRACEBACK,
+    Failure,
+    Unimported,
+    describe,
+    query,
+    send,
+)
 from .launchers.rank_variables import LAUNCH_RANK
 from .phrases import ENDED_BY, ENDED_WITH, FAILED
 
@@ -38,8 +48,31 @@ def report(error: Exception, show: Callable[[], object], *, shares_output: bool)
         is_printed = shares_output and _is_printed(digest, failure)
         if not is_printed:
             show()
-        send(EARLY, os.environ, failure, digest=digest, has_printed=not is_printed)
+        found = find_unimported(error, os.environ.get(STAGED_COPY, ""))
+        send(
+            EARLY, os.environ, failure, digest=digest, has_printed=not is_printed, unimported=found
+        )
     return True
+
+
+def find_unimported(error: Exception, copy: str) -> Unimported | None:
+    """Return what could not be imported from a copy of --stage; None for another error.
+
+    That is a library of the copy that cannot be loaded, or a package of it that raises while it is
+    imported, and perhaps only there: it may look for files where it was installed.
+    """
+    if not copy or not isinstance(error, ImportError | OSError):
+        return None
+    inside, module = os.path.join(copy, ""), ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name, code = frame.f_globals.get("__name__", "__main__"), frame.f_code
+        is_import = code.co_name == "<module>" and name != "__main__"
+        if is_import and code.co_filename.startswith(inside):
+            module = str(name)
+    path = getattr(error, "path", None) or ""
+    if path.startswith(inside) and path.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+        module = str(getattr(error, "name", None) or os.path.basename(path))
+    return Unimported(module, describe(error), copy, socket.gethostname()) if module else None
 
 
 def _digest(error: Exception) -> str:

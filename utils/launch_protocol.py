@@ -105,6 +105,15 @@ class Failure(NamedTuple):
             sys.stderr.flush()
 
 
+class Unimported(NamedTuple):
+    """What a rank cannot import from a copy of --stage. error: in one line. copy: its folder."""
+
+    module: str
+    error: str
+    copy: str
+    host: str
+
+
 def describe(error: BaseException) -> str:
     """Return an error in one line: "ValueError: bad sample 17".
 
@@ -245,6 +254,7 @@ def report_checkpoint(step: int, environ: Mapping[str, str] = os.environ) -> Non
 
 HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds, "auto", or "0" for none
 NOTICE_AFTER = "DDPKIT_NOTICE_AFTER"  # seconds without progress until a line says so; "0": never
+STAGED_COPY = "DDPKIT_STAGED_COPY"  # the copy of --stage that this process uses
 STAGED = "DDPKIT_STAGED"  # "2.1+0.8": seconds of --stage, before this process and in it
 _WITHOUT = "DDPKIT_WITHOUT"
 _EFFECTS = ("variables", "monitor", "excepthook", "atexit", "faulthandler", "filter", "workers")

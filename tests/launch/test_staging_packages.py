@@ -1,13 +1,18 @@
 """What a copy of the packages finds: paths that lead out of them, and folders that Python does not search by itself."""
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.launch.launchers import Lab
 from tests.launch.shared_packages import Shared, assert_one_warning, make_shared
+from tests.matrix import with_all
+from utils.early_failure import find_unimported
 from utils.tools.staging import Archive, StagingError, distribute
 from utils.tools.staging.archive import get_archive
 from utils.tools.staging.imports import check_imports
@@ -187,6 +192,93 @@ def test_a_package_that_a_copy_cannot_load(shared: Shared, ends: str) -> None:
     ranks, output = shared.launch()
     assert shared.uses_shared(ranks)
     assert_one_warning(output, "heavy can be imported only from where it is installed")
+
+
+ONLY_WHERE_INSTALLED = """\
+if not __file__.startswith({packages!r}):
+    {ends}
+VERSION = 1
+"""
+LATER = """\
+import os, sys
+def main():
+    import heavy
+    sys.stdout.write(f"from {heavy.__file__} {os.environ.get('DDPKIT_RESTART')}\\n")
+    sys.stdout.flush()
+    sys.exit(int(sys.argv[1]))
+main()
+"""
+
+
+def program_that_needs(shared: Shared, ends: str) -> str:
+    """A program that imports heavy later than its copy is checked; that ends so, but where it is installed."""
+    text = ONLY_WHERE_INSTALLED.format(packages=str(shared.packages), ends=ends)
+    (shared.packages / "heavy" / "__init__.py").write_text(text)
+    program = shared.folder / "later.py"
+    program.write_text(LATER)
+    return str(program)
+
+
+def start_with(shared: Shared, ends: str, *options: str, status: int = 0) -> str:
+    """The output of two ranks of this program."""
+    words = shared.words("-n", "2", *options, program=(program_that_needs(shared, ends), str(status)))
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("ends", ["raise ImportError('libx.so: cannot open')", "import ctypes; ctypes.CDLL('libx.so')"])
+def test_ranks_start_from_the_shared_packages_where_an_import_fails(shared: Shared, ends: str) -> None:
+    output = start_with(shared, ends)
+    assert_one_warning(output, "heavy cannot be imported from the copy on ")
+    assert f"; the copy is {shared.copies[0]}). The ranks start again with the shared packages." in output, output
+    assert output.count(f"from {shared.packages}") == 2 and "rank 0 on" not in output, output
+
+
+def test_a_start_from_the_shared_packages_is_no_restart(shared: Shared) -> None:
+    """And the restart, after another failure, does not try the copy again."""
+    output = start_with(shared, "raise ImportError('libx.so')", "--max-restarts", "1", status=5)
+    assert_one_warning(output, "heavy cannot be imported from the copy on ")
+    assert output.count(f"from {shared.packages}") == 4 and output.count('"number": 0') == 2, output
+    assert output.count("restart 1 on the same hosts; 0 more allowed") == 1, output
+
+
+@pytest.mark.parametrize("by", ["ssh", *with_all("system-mpich")])
+def test_hosts_start_from_the_shared_packages_where_an_import_fails(lab: Lab, shared: Shared, by: str) -> None:
+    nodes = shared.folder / "nodes"
+    nodes.write_text("h1\nh2\n")
+    env = {"PATH": f"{lab.ssh.parent}:/usr/bin:/bin", "PBS_JOBID": "1.lab", "PBS_NODEFILE": str(nodes)}
+    program = program_that_needs(shared, "raise ImportError('libx.so')")
+    launcher = "ssh" if by == "ssh" else str(lab.need(by))
+    words = ["env", "-C", str(shared.folder), *shared.words("--launcher", launcher, program=(program, "0"))]
+    done = lab.run("h1", words, env=env)
+    assert done.status == 0 and done.output.count(f"from {shared.packages}") == 2, done.output
+    assert_one_warning(done.output, "heavy cannot be imported from the copy on h")
+
+
+@pytest.mark.parametrize(("error", "module"), [
+    ("ImportError('libx.so')", "needs_place.part"), ("OSError('libx.so: cannot open')", "needs_place.part"),
+    ("ValueError('not of an import')", None)])
+def test_only_an_import_from_the_copy_is_its_fault(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, module: str | None) -> None:
+    (tmp_path / "needs_place").mkdir()
+    (tmp_path / "needs_place" / "__init__.py").write_text("from . import part\n")
+    (tmp_path / "needs_place" / "part.py").write_text(f"raise {error}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Exception, match="libx.so|not of") as raised:
+        importlib.import_module("needs_place")
+    found = find_unimported(raised.value, str(tmp_path))
+    assert (found.module if found else None) == module
+    assert not find_unimported(raised.value, f"{tmp_path}/other") and not find_unimported(raised.value, "")
+
+
+@pytest.mark.parametrize(("name", "is_found"), [
+    (f"extension{importlib.machinery.EXTENSION_SUFFIXES[0]}", True), ("__init__.py", False)])
+def test_an_extension_of_a_copy_is_found_without_a_traceback(name: str, is_found: bool) -> None:
+    """Of "cannot import name", too, the error has a path; but that is a mistake of the script."""
+    error = ImportError("libx.so", name="extension", path=f"/tmp/copy/lib/{name}")
+    found = find_unimported(error, "/tmp/copy")
+    assert (found.module if found else None) == ("extension" if is_found else None)
 
 
 def test_a_package_that_cannot_be_loaded_at_all_is_not_the_fault_of_a_copy(shared: Shared) -> None:

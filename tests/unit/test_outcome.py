@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from utils.launch_protocol import Failure
+from utils.launch_protocol import Failure, Unimported
 from utils.tools.launch.outcome import Evidence, Loss, Outcome, OutOfMemory, RankEnd, decide
 
 HOSTS = ("n1", "n2")
@@ -153,3 +153,19 @@ def test_what_the_evidence_means(row: str) -> None:
      "rank 1 on n2 had ended with exit status 0 before rank 0 on n1 ended with exit status 1")])
 def test_the_words_of_an_outcome(evidence: dict[str, Any], cause: str) -> None:
     assert found(**evidence).cause.startswith(cause), found(**evidence).cause
+
+
+UNIMPORTED = Unimported("heavy", "ImportError: libx.so", "/tmp/copy", "n2")
+
+
+@pytest.mark.parametrize(("evidence", "expected"), [
+    ({"ends": ends((1, 1, 1)), "reported": RAISED}, True),
+    ({"ends": ends((1, 1, 1)), "reported": Failure("rank 1 died while torch was connecting", "start")}, True),
+    ({"ends": ends((1, 1, 1)), "reported": RAISED, "syntax_error": "no rank can run x.py: No module named y"}, False),
+    ({"ends": ends((1, SIGTERM, 9)), "reported": RAISED, "stopped_by": 15, "stopped_at": 8.0}, False),
+    ({"lost": [CUT], "ends": ends((0, 1, 9)), "reported": RAISED, "reported_at": 6.0}, False),
+    ({"ends": ends((0, 0, 1), (1, 0, 2))}, False)],
+    ids=["import", "others lose that rank", "no rank can run it", "stopped", "lost", "complete"])
+def test_an_import_that_a_copy_fails_may_work_from_the_shared_packages(
+        evidence: dict[str, Any], expected: bool) -> None:
+    assert (found(**evidence, unimported=UNIMPORTED).unimported == UNIMPORTED) == expected

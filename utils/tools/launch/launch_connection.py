@@ -15,7 +15,7 @@ from ... import channel
 from ...channel import Channel, Loop, Message, PeerServer, Secret
 from ...errors import LaunchError
 from ...host import network
-from ...launch_protocol import EARLY, PROBLEM, REPORT, TRACEBACK, Failure
+from ...launch_protocol import EARLY, PROBLEM, REPORT, TRACEBACK, Failure, Unimported
 from ...ranges import name_ranks
 from .child_processes import Processes
 from .event_loop import EventLoop
@@ -91,8 +91,8 @@ class RankNotices:
     all ranks had saved, by time.monotonic(). checkpoint: the newest step that is safe, where a
     Checkpointer has reported one. failed_at: time.monotonic() of the first report of a failure.
     first_cause: the last one that was reported, as torchrun may have restarted the ranks after an
-    earlier one. is_early: it is of a rank that had no process group yet. problems: of a training
-    that goes on.
+    earlier one. is_early: it is of a rank that had no process group yet. unimported: what that
+    rank, the first one, cannot import from a copy of --stage. problems: of a training that goes on.
     """
 
     def __init__(self, peers: int, ports: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
@@ -108,6 +108,7 @@ class RankNotices:
         self.failed_at: float | None = None
         self.first_cause: Failure | None = None
         self.is_early = False
+        self.unimported: Unimported | None = None
         self.problems: list[str] = []
         self.tracebacks = Tracebacks()
         self.listener = self.listen(ports)
@@ -153,6 +154,8 @@ class RankNotices:
         elif message["what"] != EARLY or self.first_cause is None:
             self.failed_at = self.failed_at or time.monotonic()
             self.is_early = message["what"] == EARLY
+            if (unimported := message.get("unimported")) and self.first_cause is None:
+                self.unimported = Unimported(*unimported)
             known, fields = self.first_cause, {**message, "kind": message["about"]}
             # A rank may have another version of the kit, whose failures have fewer fields.
             names = [name for name in Failure._fields if name in fields]

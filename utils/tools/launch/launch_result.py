@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...launch_protocol import EXIT_REQUEUE, Failure, Kind
+from ...launch_protocol import EXIT_REQUEUE, Failure, Kind, Unimported
 from ...visible_text import visible
 from .outcome import Evidence, Loss, Outcome, OutOfMemory, RankEnd, decide, describe_status
 from .stopped_ranks import describe as describe_stopped
@@ -48,7 +48,7 @@ class LaunchResult:
     prints. launcher, launcher_status: of the native launcher. launcher_killed: by a signal.
     launcher_ended_at: when this process began to end it.
     launcher_late: seconds after the first failure, when this process had to end it. syntax_error:
-    of the script.
+    of the script. unimported: from a copy of --stage, by the first rank that failed.
     """
 
     def __init__(self, expected: int = 1, hosts: Sequence[str] = (), own_host: str = "") -> None:
@@ -65,6 +65,7 @@ class LaunchResult:
         self.launcher_ended_at: float | None = None
         self.launcher_late: float | None = None
         self.syntax_error = ""
+        self.unimported: Unimported | None = None
         self._ends: list[RankEnd] = []
         self._problem: Failure | None = None  # what this process itself has noticed first
         self._problem_at: float | None = None
@@ -222,6 +223,7 @@ class LaunchResult:
             launcher_killed=self.launcher_killed,
             launcher_late=self.launcher_late,
             syntax_error=self.syntax_error,
+            unimported=self.unimported,
         )
 
     def conclude(

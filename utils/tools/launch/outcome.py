@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from ...host.gpus import GPU_ERRORS
 from ...job.notation import same_host
-from ...launch_protocol import EXIT_REQUEUE, Failure, Kind
+from ...launch_protocol import EXIT_REQUEUE, Failure, Kind, Unimported
 from ...phrases import ABORTED, ENDED_BY, ENDED_WITH, HAD_ENDED
 from ...ranges import name_ranks
 
@@ -105,6 +105,7 @@ class Evidence(NamedTuple):
     launcher_killed: bool = False  # by a signal
     launcher_late: float | None = None  # seconds after the first failure, when it had to be ended
     syntax_error: str = ""  # of the script, or a missing module: no rank can run it
+    unimported: Unimported | None = None  # what the first rank that failed did not get from a copy
 
 
 class Outcome(NamedTuple):
@@ -124,6 +125,7 @@ class Outcome(NamedTuple):
     lost_hosts: tuple[str, ...] = ()  # those of `suspects` that do not respond at all
     by_launch: bool = True  # the cause was found by this process, not by the ranks
     stopped: bool = False  # by a signal or the user: no restart
+    unimported: Unimported | None = None  # from a copy of --stage; the shared packages may work
 
     @property
     def complete(self) -> bool:
@@ -163,7 +165,15 @@ def decide(evidence: Evidence) -> Outcome:
     memory = evidence.out_of_memory
     if memory is not None and outcome.rank is not None and not outcome.by_launch:
         outcome = outcome._replace(cause=f"{outcome.cause}. Slurm reports: {memory}")
+    if evidence.unimported is not None and _may_start_from_shared(outcome, evidence):
+        return outcome._replace(unimported=evidence.unimported)
     return _with_suspects(outcome, evidence)
+
+
+def _may_start_from_shared(outcome: Outcome, evidence: Evidence) -> bool:
+    """Whether a launch whose first failure is an import from a copy may start without copies."""
+    is_of_launch = outcome.stopped or outcome.kind in ("lost", "network")
+    return not is_of_launch and not evidence.syntax_error
 
 
 def _failed_before(evidence: Evidence, saved_at: float) -> bool:

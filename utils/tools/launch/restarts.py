@@ -175,7 +175,7 @@ class Restarts:
             if outcome.status and not outcome.stopped and failure is not None:
                 print_status(f"no restart: {restart.why_not}")
             return None
-        if self._plan.options.input and not _rewind_input():
+        if self._plan.options.input and not rewind_input():
             print_status("no restart: rank 0 has read standard input, a pipe")
             return None
         restart = restart._replace(without=self._plan_names(restart.without))
@@ -211,7 +211,7 @@ def _describe(restart: Restart, before: Plan, after: Plan, left: int) -> str:
     return f" without {', '.join(restart.without)}, with {', '.join(new)} instead; {spares}"
 
 
-def _rewind_input() -> bool:
+def rewind_input() -> bool:
     """Let the ranks read our standard input once more; return whether that is possible."""
     try:
         os.lseek(0, 0, os.SEEK_SET)

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 
 from ...job import exclude_file
+from ...launch_protocol import RESTART
 from ...ranges import name_ranks
 from ..cli.interpreter import KIT
+from ..staging import IN_MEMORY
 from .child_processes import Processes
 from .event_loop import EventLoop
 from .host_ranks import host_processes, start_on_host
 from .host_readiness import ReservedPort
 from .ignored_stops import IgnoredStops, describe
 from .launch_connection import Launch, LaunchServer, RankNotices
-from .launch_plan import Plan, index_of
+from .launch_plan import Plan, PlanError, index_of
 from .launch_result import Ended, LaunchResult, print_status
 from .nested import GroupWatch, note_groups
 from .outcome import Outcome
@@ -40,11 +42,57 @@ def run(plan: Plan, replan: Callable[[tuple[str, ...]], Plan] | None = None) -> 
     replan: returns the plan without some hosts, for a restart; PlanError where they are needed.
     """
     restarts = plan.options.max_restarts
+    start = _Starts(replan or (lambda without: plan))
     if replan is not None and (plan.options.spare or restarts):
         from .restarts import Restarts
 
-        return Restarts(plan, replan, restarts).run(_run_once)
-    return _run_once(plan).report()
+        return Restarts(plan, replan, restarts).run(start)
+    return start(plan).report()
+
+
+class _Starts:
+    """The starts of one launch: from copies of the packages, until the ranks cannot import these.
+
+    Such a start is made again at once from the shared packages, and is no restart.
+    """
+
+    def __init__(self, replan: Callable[[tuple[str, ...]], Plan]) -> None:
+        """replan: see run()."""
+        self._replan = replan
+        self._uses_copies = True
+
+    def __call__(self, plan: Plan) -> Ended:
+        ended = _run_once(plan if self._uses_copies else _without_copies(plan))
+        found = ended.outcome.unimported
+        if found is None or not self._uses_copies:
+            return ended
+        from .restarts import PROGRESS_SECONDS, rewind_input
+
+        is_progress = ended.checkpoint is not None or ended.seconds >= PROGRESS_SECONDS
+        if is_progress:  # it was no import at the start
+            return ended
+        # A launcher may have read for rank 0 what a pipe held.
+        if plan.options.input and plan.native_launcher_starts_ranks and not rewind_input():
+            return ended
+        try:
+            again = self._replan(plan.options.without)
+        except PlanError:
+            return ended
+        self._uses_copies = False
+        package = found.module.partition(".")[0]
+        print_status(
+            f"warning: {found.module} cannot be imported from the copy on {found.host} "
+            f"({found.error}; the copy is {found.copy}). The ranks start again with the shared "
+            f"packages. Leave out --stage, or install {package} so that it works in any folder"
+        )
+        notice = {name: plan.environ[name] for name in (RESTART,) if name in plan.environ}
+        again = again._replace(environ={**again.environ, **notice})
+        return _run_once(_without_copies(again))
+
+
+def _without_copies(plan: Plan) -> Plan:
+    environ = {name: value for name, value in plan.environ.items() if name != IN_MEMORY}
+    return plan._replace(starter=(), environ=environ)
 
 
 def _run_once(plan: Plan) -> Ended:
@@ -63,7 +111,7 @@ def _run_once(plan: Plan) -> Ended:
         notices.tracebacks.is_shared = not plan.options.output_dir
         with Processes(launch_id) as processes, ExitStack() as files:
             _run(Launch(plan, launch_id, processes, files, loop, notices, result))
-    first_cause = notices.first_cause
+    first_cause, result.unimported = notices.first_cause, notices.unimported
     if result.failed_at is not None and (first_cause is None or notices.is_early):
         ends = result.evidence().ends
         is_exception = all(end.status == 1 for end in ends if end.status and not end.by_launch)

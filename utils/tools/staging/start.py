@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...host.trust import make_folders, may_trust
-from ...launch_protocol import STAGED, read_restart_notice
+from ...launch_protocol import STAGED, STAGED_COPY, read_restart_notice
 from . import CACHES, IN_MEMORY, Archive, StagingError
 from .marker import moved_folders
 from .node_copy import candidates, prepare
@@ -43,6 +43,8 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
     notice = read_restart_notice()
     start = f"{order['launch']}-{notice.number if notice else 0}"
 
+    os.environ.pop(STAGED_COPY, None)
+
     def check(copy: str) -> None:
         from .imports import check_imports  # the other ranks need not load it
 
@@ -54,6 +56,7 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
         received = _received(order["received"], archive.size)
         copy = prepare(archive, received, folders, start, check)
         words = use(copy.path, archive, python, words, os.environ)
+        os.environ[STAGED_COPY] = copy.path
         if os.environ.get("RANK", "0") == "0" and copy.made_in:
             _print(f"staging: {copy.path} made in {copy.made_in:.1f} s on {os.uname().nodename}")
     except (StagingError, OSError) as error:
