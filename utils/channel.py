@@ -1,9 +1,9 @@
 """One channel between the processes of a launch: JSON messages, after one proof of the secret.
 
-When they connect, a server and its peer prove to each other that they know the secret, without
-sending it (as the authkey of multiprocessing). Later messages are not encrypted. They are signed
-where the peer demands it, as agents do, who are sent commands; those of the ranks are not, as those
-of torch's store, gloo and NCCL. Standard library only.
+On connecting, a server and its peer prove to each other that they know the secret, without sending
+it (like multiprocessing's authkey). Later messages are not encrypted. They are signed if the peer
+demands it: agents do, because they receive commands. Messages of ranks are not signed, like the
+traffic of torch's store, gloo and NCCL. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 _VERSION = 4
-_HEADER = struct.Struct(">4sI")  # _MAGIC, bytes of the JSON that follows
+_HEADER = struct.Struct(">4sI")  # _MAGIC, number of bytes in the JSON that follows
 _MAGIC = b"ddp\n"
-_LONGEST, _LONGEST_OF_PROOF = 1 << 26, 1 << 12  # bytes
-_ACCEPTS = 64  # at once, between other events
-_PROOF_SECONDS = 20.0  # a busy host may be slow
+_LONGEST, _LONGEST_OF_PROOF = 1 << 26, 1 << 12  # bytes: any message; a message of the proof
+_ACCEPTS = 64  # connections accepted between other events
+_PROOF_SECONDS = 20.0  # seconds for the proof; a busy host may be slow
 _CONNECT_SECONDS = 3.0
-_PAUSE_SECONDS = 0.05  # of a listener, when this process may open no more files
+_PAUSE_SECONDS = 0.05  # seconds until a listener tries again after "too many open files"
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
-_CHUNK_BYTES = 1 << 14  # each recv() allocates so much
-_RETRANSMITS = 3  # in a row, which takes a second or more
+_CHUNK_BYTES = 1 << 14  # bytes that each recv() allocates
+_RETRANSMITS = 3  # retransmits in a row, which take a second or more
 _HOST_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
-_COUNTER = struct.Struct(">Q")  # of the frames that an end has signed
+_COUNTER = struct.Struct(">Q")  # number of frames that one side has signed
 _SIGNATURE_BYTES = 32  # HMAC-SHA256, before the JSON
-_ENCODE = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode  # one order at both ends
+_ENCODE = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode  # equal on both sides
 
-Message = dict[str, Any]  # what json can write, its name as "kind"
+Message = dict[str, Any]  # a JSON object; its kind is in "kind"
 
 
 class ProtocolError(Exception):
-    """The peer sent what is no message; the text says what was wrong."""
+    """The peer sent something that is not a message; the text says what was wrong."""
 
 
 class Secret(NamedTuple):
-    """What both ends know. label: of this launch, so that another one with the same key differs."""
+    """The shared secret. label: identifies this launch, even if another one has the same key."""
 
     key: bytes
     label: str = ""
@@ -67,16 +67,16 @@ class HasFileno(Protocol):
 
 
 class Session:
-    """The messages of one connection as bytes, from its proof on. Does no input or output."""
+    """The messages of one connection as bytes, starting with the proof. No input or output."""
 
     def __init__(self, secret: Secret, hello: Message | None = None) -> None:
-        """hello: of a peer that connects; None for the end of a server."""
+        """hello: the first message of a connecting peer; None on the server."""
         self.is_open = False
-        self.output = bytearray()  # to be sent at once
+        self.output = bytearray()  # bytes to send at once
         self._secret, self._is_peer = secret, hello is not None
         self._nonce, self._key = os.urandom(16).hex(), b""
-        self._num_signed, self._num_checked = 0, 0  # frames
-        self._waiting: list[Message] = []  # for the proof of the server
+        self._num_signed, self._num_checked = 0, 0  # numbers of frames
+        self._waiting: list[Message] = []  # messages that wait for the server's proof
         self._input = bytearray()
         self.hello: Message = {}
         if hello is not None:
@@ -84,7 +84,7 @@ class Session:
             self.output += _frame(self.hello)
 
     def encode(self, message: Message) -> bytes:
-        """Return the bytes of a message; b"" while the server is unproved."""
+        """Return the bytes of a message; b"" until the server has proved itself."""
         if self.is_open:
             return self._signed_frame(message)
         self._waiting.append(message)
@@ -102,7 +102,7 @@ class Session:
         return messages
 
     def _next(self) -> Message | None:
-        """Take a whole message from the input."""
+        """Take one complete message from the input; None if there is none."""
         if self._input[: len(_MAGIC)] != _MAGIC[: len(self._input)]:
             raise ProtocolError("it sent no message; another program runs there")
         if len(self._input) < _HEADER.size:
@@ -124,7 +124,7 @@ class Session:
         raise ProtocolError("it sent no valid message")
 
     def _prove(self, message: Message) -> None:
-        """Answer hello, challenge or proof. Only the one that is due is right."""
+        """Answer hello, challenge or proof. Any message out of turn is an error."""
         kind, nonce = message["kind"], message.get("nonce")
         if kind == "challenge" and self._is_peer:
             self._derive_key(nonce)
@@ -148,7 +148,7 @@ class Session:
             raise ProtocolError(f"it sent a message of the kind {kind}, which is not due")
 
     def _signed_frame(self, message: Message) -> bytes:
-        """Return a frame after the proof: with a signature, if the peer has demanded that."""
+        """Return a frame after the proof; it is signed if the peer has demanded that."""
         if not self.hello.get("signs"):
             return _frame(message)
         body = _ENCODE(message).encode()
@@ -157,7 +157,7 @@ class Session:
         return _HEADER.pack(_MAGIC, len(signature) + len(body)) + signature + body
 
     def _checked(self, signed: bytes) -> bytes:
-        """Return the JSON of a signed frame; ProtocolError unless it is the other end's next."""
+        """Return the JSON of a signed frame; ProtocolError unless it is the next one."""
         signature, body = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
         expected = self._sign(body, self._num_checked, by_peer=not self._is_peer)
         if not hmac.compare_digest(signature, expected):
@@ -188,18 +188,18 @@ def _frame(message: Message) -> bytes:
 
 
 class Loop:
-    """Calls a handler for each source that is ready, and what is due at a time. One thread."""
+    """Calls a handler for each ready source, and timed calls when they are due. One thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # heap: time, number, call
         self._numbers = itertools.count()
 
     def close(self) -> None:
         self._selector.close()
 
     def add(self, source: HasFileno | int, handler: Callable[[int], None]) -> None:
-        """Call handler(events) whenever the source can be read, until remove()."""
+        """Call handler(events) whenever the source is readable, until remove()."""
         self._selector.register(source, selectors.EVENT_READ, handler)
 
     def set_events(self, source: HasFileno | int, events: int) -> None:
@@ -212,11 +212,11 @@ class Loop:
         self._selector.unregister(source)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call once, so many seconds from now."""
+        """Call once, after `seconds`."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), call))
 
     def run_once(self, *timeouts: float | None) -> None:
-        """Wait for an event, at most for the shortest timeout (seconds), and call its handler."""
+        """Wait for an event, at most for the shortest timeout in seconds, and call its handler."""
         limits = [seconds for seconds in timeouts if seconds is not None]
         limits += [max(0.0, when - time.monotonic()) for when, *_ in self._timers[:1]]
         for key, events in self._selector.select(min(limits, default=None)):
@@ -227,7 +227,7 @@ class Loop:
 
 
 class Channel:
-    """One end of a connection whose ends prove themselves. It blocks only where a timeout is given.
+    """One side of a connection whose two sides prove themselves. Blocks only with a timeout.
 
     closed: the peer closed the connection or sent invalid data; `problem` has the reason.
     host_lost: it was closed because the other host does not respond; see keep_alive().
@@ -243,7 +243,7 @@ class Channel:
         self._unsent = bytearray()
         self._messages: deque[Message] = deque()
         self._loop: Loop | None = None
-        self._awaited = 0  # the events that the loop waits for
+        self._awaited = 0  # events that the loop waits for
         connected.setblocking(False)
         self.flush()
 
@@ -253,9 +253,9 @@ class Channel:
         on_message: Callable[[Channel, Message], None],
         on_lost: Callable[[Channel], None],
     ) -> None:
-        """Let the loop receive messages and send what is unsent, until the connection closes.
+        """Let the loop receive messages and send unsent ones, until the connection closes.
 
-        on_lost: called once if the other end is gone, after its last message.
+        on_lost: called once when the other side is gone, after its last message.
         """
         self._loop, self._on_message, self._on_lost = loop, on_message, on_lost
         loop.add(self, self._handle)
@@ -269,10 +269,10 @@ class Channel:
             self._loop = None
 
     def keep_alive(self, lost_seconds: int) -> None:
-        """Let the kernel close the connection when the other host does not respond for so long.
+        """Let the kernel close the connection if the other host does not respond for so long.
 
-        A host that was switched off or cut off sends nothing. The kernel there responds for a
-        process that is stopped or busy.
+        A host that is switched off or cut off sends nothing. For a process that is only stopped or
+        busy, its kernel responds.
         """
         options = (
             ("TCP_KEEPIDLE", lost_seconds // 3),
@@ -280,7 +280,7 @@ class Channel:
             ("TCP_KEEPCNT", 4),
             ("TCP_USER_TIMEOUT", lost_seconds * 1000),
         )
-        with contextlib.suppress(OSError):  # another kind of socket
+        with contextlib.suppress(OSError):  # not a TCP socket
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options:
                 if hasattr(socket, option):
@@ -296,7 +296,7 @@ class Channel:
         return len(self._unsent)
 
     def send(self, message: Message, timeout: float = 0.0) -> None:
-        """Send a message, or keep what the kernel does not take within `timeout` seconds."""
+        """Send a message; keep the part that the kernel does not take within `timeout` seconds."""
         if self.closed or not self._can_send:
             return
         self._unsent += self.session.encode(message)
@@ -307,7 +307,7 @@ class Channel:
         self._update()
 
     def flush(self) -> None:
-        """Send what the kernel takes at once."""
+        """Send as much as the kernel takes at once."""
         self._unsent += self.session.output
         self.session.output.clear()
         try:
@@ -316,7 +316,7 @@ class Channel:
                 del self._unsent[:sent]
         except BlockingIOError:
             pass
-        except OSError as error:  # what the other end sent before can still be received
+        except OSError as error:  # messages that the other side sent before can still be received
             self._can_send = False
             self._note_lost_host(error)
             self._unsent.clear()
@@ -329,9 +329,9 @@ class Channel:
         return messages
 
     def receive_one(self, timeout: float) -> Message | None:
-        """Wait for the next message and leave later ones; None when the connection has ended.
+        """Wait for the next message, and leave later ones; None if the connection has ended.
 
-        Raises TimeoutError when no message arrives within `timeout` seconds.
+        Raises TimeoutError if no message arrives within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not self._messages and not self.closed:
@@ -341,7 +341,7 @@ class Channel:
         return self._messages.popleft() if self._messages else None
 
     def wait_for_input(self, deadline: float) -> bool:
-        """Take what arrives next; False at the deadline, or when the connection has ended."""
+        """Read input when it arrives; False at the deadline, or when the connection has ended."""
         if not self._wait(select.POLLIN, deadline):
             return False
         self._read()
@@ -350,18 +350,18 @@ class Channel:
     def is_unacknowledged(self) -> bool:
         """Whether the other host acknowledges nothing: it is down or cut off. Linux only.
 
-        A process that is stopped does not matter: its host acknowledges what arrives.
+        A stopped process does not matter, because its host still acknowledges input.
         """
         if self.closed or not hasattr(socket, "TCP_INFO"):
             return self.host_lost
         # struct tcp_info of tcp(7): state, ca_state, retransmits of the same data, ...
         try:
             return self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)[2] >= _RETRANSMITS
-        except OSError:  # another kind of socket
+        except OSError:  # not a TCP socket
             return False
 
     def close(self) -> None:
-        """Close this end. Unsent messages are dropped, and nothing more is delivered from it."""
+        """Close this side. Unsent messages are dropped, and no more messages are delivered."""
         self.detach()
         self._lose("closed by this process")
         self.socket.close()
@@ -409,7 +409,7 @@ class Channel:
         if events & selectors.EVENT_WRITE:
             self.flush()
         for message in self.receive():
-            if self._loop is None:  # closed because of the message before
+            if self._loop is None:  # the previous message closed it
                 return
             self._on_message(self, message)
         self._update()
@@ -428,39 +428,39 @@ class Channel:
 
 
 class PeerServer:
-    """The end of a channel to which peers connect, served by a Loop. Subclasses handle messages.
+    """The server side of a channel, run by a Loop. Subclasses handle messages.
 
-    Peers that have not proved themselves are closed after twenty seconds; the oldest, where there
-    are more than `size` + 64.
+    A peer that has not proved itself is closed after twenty seconds. If there are more than
+    `size` + 64 such peers, the oldest is closed.
     """
 
     def __init__(self, listener: socket.socket, loop: Loop, secret: Secret, size: int) -> None:
-        """size: the number of peers that are expected. The listener stays open in the end."""
+        """size: number of expected peers. The listener stays open after close()."""
         self._listener, self._loop, self._secret, self._size = listener, loop, secret, size
-        self._unproved: dict[Channel, None] = {}  # oldest first
+        self._unproved: dict[Channel, None] = {}  # peers without proof, oldest first
         self._peers: set[Channel] = set()
         self._closed = False
         listener.setblocking(False)
         self._listen()
 
     def receive(self, peer: Channel, message: Message) -> None:
-        """Handle a message of a peer that has proved itself."""
+        """Handle a message from a peer that has proved itself."""
         raise NotImplementedError
 
     def lost(self, peer: Channel) -> None:
-        """Handle the end of such a peer's connection."""
+        """Handle the end of a connection to a peer that has proved itself."""
 
     def out_of_files(self, error: OSError) -> None:
-        """Handle that a peer cannot be accepted, because this process may open no more files."""
+        """Handle that no peer can be accepted, because this process may open no more files."""
 
     def release(self, peer: Channel) -> None:
-        """Give up a peer that has proved itself: it is no longer served, nor closed by close()."""
+        """Give up a peer that has proved itself: it is served no more, and close() skips it."""
         peer.detach()
         self._peers.discard(peer)
 
     def close(self) -> None:
         self._closed = True
-        with contextlib.suppress(KeyError):  # it is paused
+        with contextlib.suppress(KeyError):  # the listener is paused
             self._loop.remove(self._listener)
         for peer in [*self._peers, *self._unproved]:
             peer.close()
@@ -511,7 +511,7 @@ class PeerServer:
 
 
 class Unresponsive(ConnectionError):
-    """A program accepts connections there, and sends nothing."""
+    """A program accepts connections there, but sends nothing."""
 
 
 def connect(
@@ -527,9 +527,9 @@ def connect(
 ) -> Channel:
     """Connect to a server, and wait until both have proved themselves.
 
-    role: what this peer is. index, size: its number among so many. seconds: until the server has
-    responded. signs: both ends sign each message.
-    Raises OSError where no server of this launch does.
+    role: kind of this peer. index, size: its number, and the number of all such peers. seconds:
+    time limit for the server's response. signs: whether both sides sign each message.
+    Raises OSError if no server of this launch responds.
     """
     connected = socket.create_connection((address, port), min(seconds, _CONNECT_SECONDS))
     return prove(connected, secret, role, index=index, size=size, seconds=seconds, signs=signs)
@@ -545,11 +545,11 @@ def prove(
     seconds: float,
     signs: bool = False,
 ) -> Channel:
-    """Wait until both ends of a connection to a server have proved themselves, as connect()."""
-    if connected.getsockname() == connected.getpeername():  # by the kernel: nobody listens there
+    """Wait until both sides of a connection to a server have proved themselves; see connect()."""
+    if connected.getsockname() == connected.getpeername():  # to itself: nobody listens there
         connected.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    # A first message follows the proof: it would wait for the acknowledgement of that.
+    # Otherwise the first message after the proof would wait until the proof is acknowledged.
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     hello = {"role": role, "index": index, "size": size, "instance": os.urandom(8).hex()}
     hello |= {"signs": True} if signs else {}

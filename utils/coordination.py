@@ -24,8 +24,8 @@ from .monitor.monitor import departed_ranks
 from .ranges import name_ranks
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
-_MAX_POLLS_PER_SECOND = 20_000  # of all ranks together: one process serves the store
-_ACKNOWLEDGEMENT_TIMEOUT = 20.0  # seconds
+_MAX_POLLS_PER_SECOND = 20_000  # sum over all ranks, because one process serves the store
+_ACKNOWLEDGEMENT_TIMEOUT = 20.0  # seconds that rank 0 waits until all ranks have its decision
 
 _instances: collections.Counter[str] = collections.Counter()
 
@@ -54,15 +54,15 @@ class RankLost(CoordinationError):
 
 
 class StoreCommunicator:
-    """All ranks of a training, as seen from one of them.
+    """All ranks of a training, as one of them sees them.
 
     A topic names one exchange and is used once; all ranks use the same topics. Calls that wait
-    raise RankLost when a rank that they wait for has ended, and RankTimeout after timeout_seconds
-    or cancel(); all calls raise StoreLost when the store is gone.
+    raise RankLost if a rank that they wait for has ended, and RankTimeout after timeout_seconds
+    or cancel(). All calls raise StoreLost if the store is gone.
 
-    prefix: first part of the keys in the store. Each communicator of a process needs another one,
-        the same on all ranks.
-    store: shared by the ranks; one process alone needs none.
+    prefix: first part of the keys in the store. Each communicator of a process needs another
+        prefix; it is equal on all ranks.
+    store: shared by the ranks; a single process needs none.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class StoreCommunicator:
 
     @classmethod
     def of_process_group(cls, purpose: str, *, timeout_seconds: float) -> StoreCommunicator:
-        """Return a communicator of torch's default process group, or of this process alone.
+        """Return a communicator for torch's default process group, or for a single process.
 
-        purpose: such as "checkpoint". All ranks make those of one purpose in the same order.
+        purpose: "checkpoint". All ranks create communicators with one purpose in the same order.
         Raises CoordinationError if the environment names several ranks and there is no group yet.
         """
         prefix = f"{purpose}/{_instances[purpose]}"
@@ -99,16 +99,16 @@ class StoreCommunicator:
 
         store = None
         if dist.get_world_size() > 1:
-            # Private, because torch has no public way to the store of an existing group.
+            # Private: torch has no public function for the store of an existing group.
             store = dist.distributed_c10d._get_default_store()
-            # A second connection: the training may be waiting in a call on the first one.
+            # A separate connection: the training may be waiting in a call on the first one.
             store = store.clone() if hasattr(store, "clone") else store
         return cls(
             prefix, dist.get_rank(), dist.get_world_size(), store, timeout_seconds=timeout_seconds
         )
 
     def check_world_size(self) -> None:
-        """Raise CoordinationError if torch.distributed was initialised after this was made."""
+        """Raise CoordinationError if torch.distributed was initialised after this object."""
         if _is_initialized() and dist.get_world_size() != self.world_size:
             raise CoordinationError(
                 f"torch.distributed was initialised later, with {dist.get_world_size()} ranks; "
@@ -117,22 +117,22 @@ class StoreCommunicator:
 
     @property
     def name(self) -> str:
-        """This rank in messages: "rank 3 on node7"."""
+        """This rank's name in messages: "rank 3 on node7"."""
         return f"rank {self.rank} on {socket.gethostname()}"
 
     @property
     def _reporter(self) -> str:
-        """This rank where a message is about another one."""
+        """This rank's name in a message about another rank."""
         return f"rank {self.rank} of {self.world_size} on {socket.gethostname()}"
 
     def cancel(self) -> None:
-        """End all waiting, now and later, with RankTimeout. Any thread may call it."""
+        """End all present and later waits with RankTimeout. Any thread may call it."""
         self._cancelled.set()
 
     # --- rank 0 sends or decides
 
     def broadcast(self, topic: str, make: Callable[[], Decision]) -> Decision:
-        """Return what make() returns on rank 0, on every rank."""
+        """Return, on every rank, what make() returns on rank 0."""
         key = f"{topic}/0"
         if self.rank != 0:
             return self._wait([key], [0])[0]  # type: ignore[no-any-return]
@@ -141,7 +141,7 @@ class StoreCommunicator:
         return value
 
     def forget(self, topic: str) -> None:
-        """Delete a broadcast on rank 0, once a later decide() shows that all have received it."""
+        """Delete a broadcast on rank 0, after a later decide() shows that all have received it."""
         self._delete([f"{topic}/0"])
 
     def decide(
@@ -154,10 +154,10 @@ class StoreCommunicator:
     ) -> Decision:
         """Gather the reports of all ranks, decide on rank 0, and return the decision on every rank.
 
-        check: called on rank 0 with the reports in the order of the ranks; returns the decision.
-        Rank 0 returns when all ranks have the decision: it may then exit, and the store with it.
+        check: called on rank 0 with the reports in rank order; returns the decision. Rank 0 returns
+        only when all ranks have the decision: it may exit then, and the store ends with it.
 
-        waiting: called on rank 0 again and again while it waits for reports; may raise.
+        waiting: called repeatedly on rank 0 while it waits for reports; may raise.
         """
         self._set(f"{topic}/{self.rank}", report)
         if self.rank != 0:
@@ -180,19 +180,19 @@ class StoreCommunicator:
     # --- any rank starts an exchange, and the last rank to report decides
 
     def propose(self, topic: str, value: str) -> str:
-        """Return the value that was proposed first by any rank. Does not wait."""
+        """Return the value that any rank has proposed first. Does not wait."""
         with self._store_errors():
             return str(self._store.compare_set(f"{topic}/proposed", "", value).decode())
 
     def is_proposed(self, topic: str) -> bool:
-        """Return whether any rank has proposed a value: one round trip to the store."""
+        """Whether any rank has proposed a value; takes one round trip to the store."""
         return self._has(f"{topic}/proposed")
 
     def report(self, topic: str, report: Report, check: Callable[[list[Report]], object]) -> None:
         """Store this rank's report. The last rank to report also decides. Does not wait.
 
-        check: called on that rank with the reports in the order of the ranks; returns the
-            decision, which receive() then returns on every rank.
+        check: called on that rank with the reports in rank order; returns the decision, which
+            receive() then returns on every rank.
         """
         self._set(f"{topic}/{self.rank}", report)
         if self.count(f"{topic}/reports") == self.world_size:
@@ -203,13 +203,13 @@ class StoreCommunicator:
         return self._wait([f"{topic}/decision"], [0])[0]
 
     def reports(self, topic: str) -> list[Any]:
-        """Return the reports in the order of the ranks, all of which have reported."""
+        """Return all ranks' reports in rank order, after all have reported."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         with self._store_errors():
             return [json.loads(text) for text in self._store.multi_get(keys)]
 
     def forget_reports(self, topic: str) -> None:
-        """Delete what report() has stored, once all ranks have reported."""
+        """Delete the reports stored by report(), after all ranks have reported."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         self._delete([*keys, f"{topic}/reports", f"{topic}/decision"])
 
@@ -233,7 +233,7 @@ class StoreCommunicator:
             return bool(self._store.check(list(keys)))
 
     def _delete(self, keys: Iterable[str]) -> None:
-        with contextlib.suppress(RuntimeError):  # some kinds of stores cannot delete
+        with contextlib.suppress(RuntimeError):  # not every kind of store can delete
             for key in keys:
                 self._store.delete_key(key)
 
@@ -244,7 +244,7 @@ class StoreCommunicator:
         seconds: float | None = None,
         waiting: Callable[[], object] = lambda: None,
     ) -> list[Any]:
-        """Return the values of the keys as soon as all are set. ranks: who sets each of them."""
+        """Return the values of the keys once all are set. ranks: the rank that sets each key."""
         seconds = self._timeout_seconds if seconds is None else seconds
         deadline = time.monotonic() + seconds
         pause = max(_FIRST_POLL_SECONDS, self.world_size / _MAX_POLLS_PER_SECOND)
@@ -263,8 +263,8 @@ class StoreCommunicator:
             return [json.loads(self._store.get(key)) for key in keys]
 
     def _check_departed(self, keys: Sequence[str], ranks: Sequence[int]) -> None:
-        """Raise RankLost where a rank has ended and will never set its key."""
-        departed = departed_ranks()  # before the keys: a rank sets its key before it ends
+        """Raise RankLost if a rank has ended and its key is not set."""
+        departed = departed_ranks()  # read first: a rank sets its key before it ends
         for rank, key in zip(ranks, keys, strict=True):
             if rank in departed and not self._has(key):
                 raise RankLost(

@@ -2,13 +2,13 @@
 
 Start reading here. No step reads ranks from the environment again after the first:
 
-    find_launcher()     which launcher, and this process's rank
-    report_rank()       this host, its devices and versions, as every rank reports to rank 0
-    find_rank_0()       rank 0 checks the reports of all ranks, and assigns devices and cores
-    watch_ranks()       a thread notices from now on when another rank ends
-    use_assignment()    make the assigned GPU the current one, run on the assigned cores only
-    connect_ranks()     open the store of all ranks; torch connects them
-    Distributed         what the training script holds; closing it ends this rank's part
+    find_launcher()     finds the launcher and this process's rank
+    report_rank()       collects this host's devices and versions for rank 0
+    find_rank_0()       sends the report; rank 0 checks all, and assigns devices and cores
+    watch_ranks()       starts a thread that notices when another rank ends
+    use_assignment()    makes the assigned GPU current, binds to the assigned cores
+    connect_ranks()     opens the store of all ranks; torch connects them
+    Distributed         object for the training script; closing it ends this rank's part
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ if TYPE_CHECKING:
     from .monitor.hangs.hang_watch import HangWatch
     from .monitor.hangs.positions import Collective, Group
 
-CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off; "error": ends the training
+CHECK_TRAINING = "DDPKIT_CHECK_TRAINING"  # "0": off; "error": a problem ends the training
 START_UP_SECONDS = 100.0
-_LONG_START_SECONDS = 10.0  # that are worth a line on one host, too
-_OLDEST_TORCH = (2, 8)  # the store of an older one does not take over a listening socket
+_LONG_START_SECONDS = 10.0  # seconds; a longer start is reported even on one host
+_OLDEST_TORCH = (2, 8)  # older: the store cannot take over a listening socket
 _log = get_logger(__name__)
 _Number = TypeVar("_Number", float, torch.Tensor)
-_jobs = 0  # that this process has joined
+_jobs = 0  # number of jobs that this process has joined
 
 
 class StartTimes(NamedTuple):
-    """How many seconds the start of this process has taken, in parts that follow each other.
+    """Seconds that the start of this process has taken, in consecutive parts.
 
-    staging: of `ddpkit launch --stage`, on this host and before. imports: of Python, until
-    setup_distributed() was called. exchange: until rank 0 had heard from all ranks.
+    staging: `ddpkit launch --stage`, on this host and before. imports: Python, until
+    setup_distributed() was called. exchange: until rank 0 had the reports of all ranks.
     process_group: until torch had connected them.
     """
 
@@ -97,15 +97,15 @@ class StartTimes(NamedTuple):
 class Distributed:
     """This process in the running job.
 
-    A context manager: leaving it destroys the process group, also after an error. Collectives are
-    those of torch.distributed; the fields are what a training script needs to know.
+    A context manager: leaving it destroys the process group, also after an error. Use
+    torch.distributed for collectives; the fields tell a training script its place in the job.
     """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    node_rank: int  # index of this host, in the order of the hosts' lowest ranks
+    node_rank: int  # index of this host; hosts are in the order of their lowest ranks
     num_nodes: int
     launcher: str
     backend: str
@@ -124,7 +124,7 @@ class Distributed:
 
     @property
     def device_ids(self) -> list[int] | None:
-        """For DistributedDataParallel(device_ids=...): this rank's GPU, None on CPU."""
+        """Argument of DistributedDataParallel(device_ids=...): this rank's GPU; None on the CPU."""
         return None if self.device.index is None else [self.device.index]
 
     @property
@@ -135,8 +135,8 @@ class Distributed:
     def report_progress(self) -> None:
         """Show that this rank works while others wait for it, as in an evaluation on rank 0 only.
 
-        Call it at least once every hang_timeout. It costs nothing. Without it, a rank that is busy
-        is reported, and has three times as long.
+        Call it at least once every hang_timeout. It costs nothing. A rank that works without it is
+        reported as busy, and the job ends after three times hang_timeout.
         """
         self._reported_progress += 1
 
@@ -160,9 +160,9 @@ class Distributed:
     def close(self) -> None:
         """Destroy the process group; a second call does nothing.
 
-        With GPUs this waits for all ranks to close, because the end of NCCL waits for the ranks
-        of the same host, and one of them may still save. Otherwise, and when a rank has failed,
-        it waits at most 20 s.
+        With GPUs this waits until all ranks close: NCCL's shutdown waits for the ranks of the same
+        host, and one of them may still save. Otherwise, and if a rank has failed, it waits at most
+        20 s.
         """
         if self._hooks is not None:
             self._hooks.close()
@@ -196,32 +196,32 @@ def setup_distributed(
 
     Returns when torch has connected all ranks.
 
-    backend: nccl, xccl or gloo. None chooses the backend of the accelerator that torch sees, or
-        gloo for the CPU. gloo trains on the CPU also where there are GPUs.
-    timeout: seconds until a start that has not ended is an error.
+    backend: nccl, xccl or gloo. None: the backend of the accelerator that torch sees, or gloo for
+        the CPU. gloo trains on the CPU even if there are GPUs.
+    timeout: seconds until an unfinished start is an error.
     launcher: use this launcher and skip detection. `python -m utils.launchers` explains detection.
-    collective_timeout: seconds for a collective; the other ranks then name a rank that did not
-        enter it. None for torch's default: 30 minutes with gloo, 10 with NCCL.
+    collective_timeout: seconds for a collective; then the other ranks name the rank that did not
+        enter it. None: torch's default, 30 minutes with gloo, 10 with NCCL.
     hang_timeout: seconds without progress until a job that hangs ends: every rank writes its
         stacks and last collectives to a file, and rank 0 names the ranks that the others wait
         for. Progress is a collective that any rank enters, or Distributed.report_progress(). A
         rank that works while the others wait is reported as busy, and the job ends after three
-        times as long. "auto": the same shortly before torch's own time limit would end the job,
-        30 s for limits from five minutes on; a pause in which no rank waits in a collective ends
-        nothing. 0 or None: only torch ends such a job. The same on all ranks. DDPKIT_HANG_TIMEOUT,
-        which `ddpkit launch --hang-timeout` sets, replaces this argument.
-    bind: "auto" binds this process to its share of the cores, near its GPU. False keeps the cores
-        that the launcher has set. The same on all ranks.
+        times as long. "auto": ends the job shortly before torch's own time limit would, 30 s
+        before it for limits from five minutes on; a pause in which no rank waits in a
+        collective ends nothing. 0 or None: only torch ends such a job. Pass the same on all
+        ranks. DDPKIT_HANG_TIMEOUT, which `ddpkit launch --hang-timeout` sets, replaces this.
+    bind: "auto" binds this process to its share of the cores, near its GPU. False keeps the
+        launcher's cores. Pass the same on all ranks.
     check_training: report a training that goes wrong without an error: ranks whose parameters
-        differ, or that train on the same data. "error", as DDPKIT_CHECK_TRAINING=error does, ends
-        the training with it: TrainingError. The same on all ranks.
+        differ, or that train on the same data. "error", or DDPKIT_CHECK_TRAINING=error, also
+        ends the training, with TrainingError. Pass the same on all ranks.
 
-    docs/launchers.md lists all that this call changes in its process, and what switches off each
-    effect; DDPKIT_WITHOUT is one of these.
+    docs/launchers.md lists everything that this call changes in its process, and how to switch
+    off each effect, for example with DDPKIT_WITHOUT.
 
-    Raises LaunchError when the ranks cannot start together: on every rank, with the cause; also
-    where torch is older than 2.8.
-    ValueError for a bad argument, RuntimeError when torch.distributed is initialised already.
+    Raises LaunchError if the ranks cannot start together, on every rank and with the cause; also
+    if torch is older than 2.8. Raises ValueError for a bad argument, and RuntimeError if
+    torch.distributed is initialised already.
     """
     hang_seconds = hang_timeout_of(hang_timeout)
     _check_arguments(backend, timeout, collective_timeout, bind)
@@ -253,7 +253,7 @@ def setup_distributed(
         if backend is None and job.backend == "gloo" and (warning := device.unused_gpus()):
             _log.warning("%s", warning)
     if monitor and may_have("monitor"):
-        # srun, Hydra and torchrun leave a rank that does not respond running when another fails.
+        # If a rank fails, srun, Hydra and torchrun do not end a rank that does not respond.
         ends_itself = LAUNCH_RANK not in detection.environ
         place = Watched(job.rank, job.world_size, job.backend, lambda: job._reported_progress)
         watch_collectives(place, monitor, hang_seconds, ends_itself=ends_itself)
@@ -297,7 +297,7 @@ def _check_arguments(
 
 
 def hang_timeout_of(hang_timeout: float | str | None) -> float | str:
-    """Return the seconds of hang_timeout, "auto", or 0 for none."""
+    """Return hang_timeout in seconds, "auto", or 0 for none."""
     name, value = "hang_timeout", hang_timeout
     if os.environ.get(HANG_TIMEOUT):
         name, value = HANG_TIMEOUT, os.environ[HANG_TIMEOUT]
@@ -313,7 +313,7 @@ def hang_timeout_of(hang_timeout: float | str | None) -> float | str:
 
 
 def _check_process(hang_timeout: float | str) -> None:
-    """Raise LaunchError where this torch, or DDPKIT_WITHOUT, cannot do what is asked for."""
+    """Raise LaunchError if this torch or DDPKIT_WITHOUT does not allow what is requested."""
     major, minor = str(torch.__version__).split(".")[:2]
     if (int(major), int(minor)) < _OLDEST_TORCH:
         raise LaunchError(
@@ -333,7 +333,7 @@ def _check_process(hang_timeout: float | str) -> None:
 
 
 def report_rank(placement: Placement, backend: str | None, bind: bool) -> RankReport:
-    """Return this rank's report. It contains what fails here, so that every rank shows it."""
+    """Return this rank's report. An error on this rank is part of it, so every rank shows it."""
     chosen, devices, problem = backend or "", [], ""
     device_nodes: list[int | None] = []
     try:
@@ -366,8 +366,8 @@ def find_rank_0(
 ) -> Rendezvous:
     """Find rank 0 and report to it; return what it has assigned to this rank.
 
-    agent: torchrun's store, which then has the address of rank 0. deadline: monotonic seconds.
-    Raises LaunchError when the ranks cannot start together.
+    agent: torchrun's store, which then has rank 0's address. deadline: monotonic seconds.
+    Raises LaunchError if the ranks cannot start together.
     """
     rendezvous = agree(
         detection.placement,
@@ -385,14 +385,14 @@ def find_rank_0(
 
 
 def watch_ranks(placement: Placement, report: RankReport, rendezvous: Rendezvous) -> Monitor | None:
-    """Let a thread notice when another rank ends; None for a single rank."""
+    """Start a thread that notices when another rank ends; None for a single rank."""
     if placement.world_size == 1:
         return None
     return Monitor(rendezvous.connections, rank=placement.rank, host=host_and_pid(report))
 
 
 class Chosen(NamedTuple):
-    """What this rank computes on and communicates by. interface: that gloo has to use, or ""."""
+    """This rank's device and backend. interface: the interface gloo has to use, or ""."""
 
     backend: str
     device: torch.device
@@ -400,14 +400,14 @@ class Chosen(NamedTuple):
 
 
 def use_assignment(rendezvous: Rendezvous, backend: str) -> Chosen:
-    """Pin the assigned GPU, and run on the assigned cores, with as many threads."""
+    """Pin the assigned GPU, and use the assigned cores and number of threads."""
     assignment = rendezvous.assignment
     chosen_device = device.device_at(backend, assignment["device_index"])
     device.pin(chosen_device)
-    if assignment["cpus"]:  # such as "0-7,64-71"
+    if assignment["cpus"]:  # "0-7,64-71"
         try:
             bind_process(frozenset(parse_ranges(assignment["cpus"])))
-        except OSError as error:  # without the binding, training is slower, not wrong
+        except OSError as error:  # unbound training is slower, not wrong
             _log.warning("this rank could not be bound to CPUs %s: %s", assignment["cpus"], error)
     if "OMP_NUM_THREADS" not in without_set_threads(os.environ):
         torch.set_num_threads(assignment["threads"])
@@ -430,8 +430,8 @@ def connect_ranks(
 ) -> list[str]:
     """Let torch connect the ranks, and wait until it has connected all.
 
-    Returns what NCCL has logged on rank 0, if the ranks run on several hosts. Raises LaunchError
-    when torch cannot connect them.
+    Returns NCCL's log on rank 0, if the ranks run on several hosts. Raises LaunchError if torch
+    cannot connect them.
     """
     log: list[str] = []
     timeout = None if collective_timeout is None else timedelta(seconds=collective_timeout)
@@ -443,10 +443,10 @@ def connect_ranks(
             log = stack.enter_context(log_of_nccl())
         try:
             start = dist.init_process_group
-            start = getattr(start, "without_watch", start)  # see tools/launch/rank_site
+            start = getattr(start, "without_watch", start)  # set by tools/launch/rank_site
             start(
                 chosen.backend,
-                # Separates the keys from those of a library that initialises by env://.
+                # Keeps the keys apart from a library's that initialises by env://.
                 store=PrefixStore("ddpkit/group", store),
                 rank=placement.rank,
                 world_size=placement.world_size,
@@ -474,7 +474,7 @@ def make_job(
     monitor: Monitor | None,
     times: StartTimes,
 ) -> Distributed:
-    """Return what the training script holds, and register what ends it."""
+    """Return the object for the training script, and register its end."""
     global _jobs
     if monitor and not may_have("monitor"):
         monitor.leave(None)
@@ -501,11 +501,11 @@ def make_job(
 
 
 def start_times(imports: float, exchange: float, process_group: float) -> StartTimes:
-    """Return the parts of the start. imports: seconds from the start of this process."""
+    """Return the parts of the start. imports: seconds since this process started."""
     before, _, here = os.environ.get(STAGED, "").partition("+")
     try:
         staged = float(before), float(here)
-    except ValueError:  # not staged
+    except ValueError:  # the packages were not staged
         staged = 0.0, 0.0
     return StartTimes(sum(staged), max(0.0, imports - staged[1]), exchange, process_group)
 
@@ -514,7 +514,7 @@ def start_times(imports: float, exchange: float, process_group: float) -> StartT
 
 
 class Watched(NamedTuple):
-    """A rank whose collectives are watched. reported: a number that grows with its progress."""
+    """A rank whose collectives are watched. reported: returns a number that grows with progress."""
 
     rank: int
     world_size: int
@@ -526,7 +526,7 @@ def watch_collectives(
     job: Watched, monitor: Monitor, hang_timeout: float | str, *, ends_itself: bool
 ) -> None:
     """Let the monitor see this rank's collectives, and end a job that hangs."""
-    with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is no file
+    with contextlib.suppress(OSError, AttributeError, RuntimeError):  # sys.stderr is not a file
         if not faulthandler.is_enabled() and may_have("faulthandler"):
             faulthandler.enable()  # gloo aborts a rank that receives more than it expects
 
@@ -549,7 +549,7 @@ def watch_collectives(
     )
 
     def make_watch(seconds: float, **how: bool) -> HangWatch:
-        from .monitor.hangs import hang_report  # now: the file system may be what hangs
+        from .monitor.hangs import hang_report  # not later: the file system may be what hangs
 
         monitor.own.write_report = functools.partial(hang_report.write_hang_report, job.rank)
         return hang_report.make_watch(job.rank, job.world_size, job.backend, seconds, **how)
@@ -562,7 +562,7 @@ def watch_collectives(
         torch_timeout = group_timeout(dist.group.WORLD)
         if torch_timeout is not None:
             later = functools.partial(make_watch, torch_timeout, before_torch=True)
-            # What it needs is loaded a little later: the start is as fast as without.
+            # Its modules are loaded a little later, so that they do not delay the start.
             monitor.watch(later, seconds=min(20.0, torch_timeout / 30))
     elif hang_timeout:
         now = make_watch(float(hang_timeout), ends_itself=ends_itself)
@@ -570,10 +570,10 @@ def watch_collectives(
 
 
 def _log_start(job: Distributed, detection: Detection, rendezvous: Rendezvous) -> None:
-    """Print on rank 0 how many ranks have started, where, and what they should know."""
+    """Print on rank 0 how many ranks have started and where, and notes about the start."""
     ranks, hosts = job.world_size, job.num_nodes
     address = "" if rendezvous.is_authenticated else ", connections not authenticated"
-    if ranks > 1:  # torch's store and gloo ask for no proof, and carry pickles
+    if ranks > 1:  # torch's store and gloo demand no proof, and carry pickles
         port = f"{job.master_addr}:{job.master_port}"
         address += f", rank 0 at {port} (whoever can connect there can run code as you)"
     start = detection.launcher.describe_start(detection.environ)
@@ -586,14 +586,14 @@ def _log_start(job: Distributed, detection: Detection, rendezvous: Rendezvous) -
 
 
 def _log_times(job: Distributed, slowest: str) -> None:
-    """Print on rank 0 where the seconds of the start went, on several hosts or if they are many."""
+    """Print on rank 0 how long each part of the start took, if it was long or on several hosts."""
     if job.num_nodes > 1 or sum(job.start_times) > _LONG_START_SECONDS:
         where = f" (slowest: {slowest})" if job.num_nodes > 1 else ""
         _log.info("%s%s", job.start_times, where)
 
 
 def _log_network(job: Distributed, chosen: Chosen, log: list[str]) -> None:
-    """Print on rank 0 which network carries the data between hosts, if that is known."""
+    """Print on rank 0 which network carries data between hosts, if that is known."""
     if job.num_nodes == 1:
         return
     if chosen.interface:
@@ -610,7 +610,7 @@ def _log_network(job: Distributed, chosen: Chosen, log: list[str]) -> None:
 
 
 def _set_rank_variables(job: Distributed, launcher: Launcher) -> None:
-    """Set the variables of torchrun's workers, for libraries that read them; keep torchrun's."""
+    """Set torchrun's rank variables, for libraries that read them; keep those set by torchrun."""
     values = {
         "RANK": job.rank,
         "WORLD_SIZE": job.world_size,

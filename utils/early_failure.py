@@ -1,4 +1,4 @@
-"""Report an exception of a rank that has no process group yet, to `ddpkit launch`. No torch."""
+"""Report to `ddpkit launch` an exception of a rank without a process group. No torch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .launch_protocol import (
 from .launchers.rank_variables import LAUNCH_RANK
 from .phrases import ENDED_BY, ENDED_WITH, FAILED
 
-_ANSWER_SECONDS = 1.0  # until this rank prints what another one may have printed
-# Of a rank that torchrun has ended, or that has raised an exception, which the rank reports.
+_ANSWER_SECONDS = 1.0  # seconds until it prints a traceback that another rank may have shown
+# Exit statuses of ranks that torchrun has ended, or that raised an exception and reported it.
 _NO_FIRST_ENDS = (0, 1, -signal.SIGTERM)
 
 
 def report(error: Exception, show: Callable[[], object], *, shares_output: bool) -> bool:
-    """Print what has ended this rank, or a rank of this torchrun, and report it. Returns True.
+    """Print and report what has ended this rank, or a rank of this torchrun. Returns True.
 
-    show: prints the traceback. It is not called where another rank has printed the same.
-    shares_output: this rank prints to the standard error that its launch has given it.
+    show: prints the traceback. It is not called if another rank has printed the same one.
+    shares_output: whether this rank prints to the standard error that its launch has given it.
     """
     text, _, _ = os.environ.get("RANK", os.environ.get(LAUNCH_RANK, "")).partition("/")
     if type(error).__name__ == "ChildFailedError" or not text.isdecimal():
@@ -76,14 +76,14 @@ def find_unimported(error: Exception, copy: str) -> Unimported | None:
 
 
 def _digest(error: Exception) -> str:
-    with contextlib.suppress(Exception):  # of a __str__() of the script
+    with contextlib.suppress(Exception):  # the script's own __str__() may fail
         text = "".join(traceback.format_exception(error))
         return hashlib.sha256(text.encode(errors="replace")).hexdigest()
     return ""
 
 
 def _is_printed(digest: str, failure: Failure) -> bool:
-    """Return whether the launch knows that another rank has printed the same traceback."""
+    """Whether the launch knows that another rank has printed the same traceback."""
     with contextlib.suppress(Exception):  # printing twice is better than not at all
         answer = query(TRACEBACK, os.environ, failure, seconds=_ANSWER_SECONDS, digest=digest)
         return bool(digest and answer and answer.get("is_printed"))
@@ -92,7 +92,7 @@ def _is_printed(digest: str, failure: Failure) -> bool:
 
 @contextlib.contextmanager
 def _later_stops() -> Iterator[None]:
-    """Delay SIGTERM, by which the launch ends this rank when another one has failed."""
+    """Delay SIGTERM, with which the launch ends this rank after another has failed."""
     received: list[int] = []
     try:
         previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
@@ -108,8 +108,8 @@ def _later_stops() -> Iterator[None]:
 
 
 def _report_rank_of_torchrun(error: Exception) -> None:
-    """Report the rank that has ended first, from torch.distributed.elastic's ChildFailedError."""
-    failures = getattr(error, "failures", {})  # by rank
+    """Report the rank that ended first, from torch.distributed.elastic's ChildFailedError."""
+    failures = getattr(error, "failures", {})  # rank -> its failure
     ends = [(each.timestamp, rank, each.exitcode) for rank, each in failures.items()]
     first = [end for end in sorted(ends) if end[2] not in _NO_FIRST_ENDS]
     if not first:

@@ -1,6 +1,6 @@
-"""All exceptions of the kit, below their bases. A training script may see those with a star.
+"""All exceptions of the kit, as a tree. A star marks errors that a training script may see.
 
-Everything else is caught inside of the kit, or ends one of its commands in one line.
+All others are caught inside the kit, or end one of its commands with one line.
 
 RuntimeError
     LaunchError *                   errors: this process cannot start as part of its launch
@@ -42,9 +42,9 @@ ConnectionError
 PermissionError
     NotTrusted                      host.trust: another user owns a file, or may replace it
 
-Wrong arguments are ValueError or TypeError; should_stop() raises RuntimeError where the ranks
-cannot agree. StepsTraced (SystemExit) and ParserFound (BaseException) end a program inside of
-`ddpkit plan` and of completion.
+Wrong arguments raise ValueError or TypeError. should_stop() raises RuntimeError if the ranks
+cannot agree. StepsTraced (SystemExit) and ParserFound (BaseException) end a program inside
+`ddpkit plan` and completion.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from __future__ import annotations
 class LaunchError(RuntimeError):
     """This process cannot start as part of its launch. The message gives cause and remedy.
 
-    rank, host: at fault; None where it is not one, or unknown. reported_by_rank_0: rank 0 reports
-    the same error, so that this rank need not print it.
+    rank, host: where the error is; None if unknown, or if more than one is at fault.
+    reported_by_rank_0: rank 0 reports the same error, so this rank need not print it.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, host: str | None = None) -> None:

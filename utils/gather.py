@@ -1,4 +1,4 @@
-"""Gather JSON values of all ranks by a collective, without pickles."""
+"""Gather JSON values from all ranks with a collective, without pickle."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Value = TypeVar("Value")
 
 
 def gather_json(value: Value) -> list[Value]:
-    """Return the value of each rank; all ranks call this. value: what json can write.
+    """Return the value of each rank; all ranks call this. value: any JSON value.
 
-    Object collectives of torch unpickle what the ranks send, and so run code of whoever sends
-    in the place of one. Tuples arrive as lists.
+    torch's object collectives unpickle whatever is received, and so run the code of anybody who
+    can send in a rank's place. Tuples arrive as lists.
     """
-    # A group of several backends has none by this name, and one for the CPU.
+    # A group with several backends has no single name here; it has a backend for the CPU.
     device = torch.device(BACKENDS.get(str(dist.get_backend()), "cpu"))
     text = json.dumps(value).encode()
     length = torch.tensor([len(text)], device=device)

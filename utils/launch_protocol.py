@@ -1,13 +1,13 @@
-"""What `ddpkit launch` and its ranks tell each other.
+"""Messages and variables between `ddpkit launch` and its ranks.
 
-The launch sets variables of the environment: where it listens (REPORT), what it knows of a restart
-(RESTART), and which effects setup_distributed() may have on the process (the table of all effects
-is in docs/launchers.md). The ranks report what failed first, that all have saved, and each
-checkpoint that is safe, from which the launch sees whether the training makes progress from one
-failure to the next. Where no launch listens, a failure is a line of the output.
+The launch sets environment variables: its own address (REPORT), the restart (RESTART), and the
+effects that setup_distributed() may have on the process (docs/launchers.md has a table of all). The
+ranks report what failed first, that all have saved, and each checkpoint that is safe on disk. From
+the checkpoints the launch sees whether the training makes progress from one failure to the next. If
+no launch listens, a failure is a line of the output.
 
-Exit statuses cannot report this. torchrun turns every failure into status 1. Launchers end the
-other ranks, which may still be saving, as soon as one leaves with a status other than 0. And the
+Exit statuses cannot report this. torchrun turns every failure into status 1. As soon as one rank
+leaves with a status other than 0, launchers end the other ranks, which may still be saving. And the
 rank that fails first need not be the first that ends.
 """
 
@@ -23,23 +23,23 @@ from typing import Any, Literal, NamedTuple
 
 from .errors import LaunchError
 
-REPORT = "DDPKIT_REPORT"  # "10.0.0.1,10.1.0.1/41667/<secret>": where ddpkit launch listens
+REPORT = "DDPKIT_REPORT"  # address of ddpkit launch: "10.0.0.1,10.1.0.1/41667/<secret>"
 ROLE = "notice"
-_SECONDS = 5.0  # for the connection, and until ddpkit launch has the notice
+_SECONDS = 5.0  # seconds to connect, and seconds until ddpkit launch has confirmed
 _LONGEST_CAUSE = 2000
 _LONGEST_DESCRIPTION = 300  # characters
-FAILURE_FILE = "DDPKIT_FAILURE_FILE"  # where a line about what failed first goes, for programs
-EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: all have saved, another job is to continue
-FAILURE = "ddpkit-failure "  # the beginning of the line about what failed first; JSON follows
+FAILURE_FILE = "DDPKIT_FAILURE_FILE"  # file for a line about the first failure, read by programs
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: all ranks have saved, the next job continues
+FAILURE = "ddpkit-failure "  # prefix of the line about the first failure; JSON follows
 
 
 Kind = Literal[
     "start",  # a rank cannot start, or started with other settings
-    "exception",  # a rank raised one
+    "exception",  # a rank raised an exception
     "killed",  # a signal ended a rank
     "uneven",  # ranks run different numbers of steps
     "lost",  # a host does not respond
-    "hang",  # ranks wait for one that does not come
+    "hang",  # ranks wait for another rank in vain
     "training",  # check_training="error" found ranks that train differently
     "command",  # a command of the launch failed, such as srun
     "launch",  # the launch itself failed
@@ -49,17 +49,18 @@ Kind = Literal[
     "left",  # a rank ended with status 0, and others still needed it
     "stop",  # a stop was requested
     "preflight",  # a check before the job failed
-    "bad host",  # a check before the job found one
+    "bad host",  # a check before the job found a bad host
     "",  # unknown
 ]
 
 
 class Failure(NamedTuple):
-    """What failed first.
+    """The first failure of a launch.
 
-    rank, host: at fault; None where it is not one, or unknown. kind: see Kind. is_over: all
-    ranks end, because a host is lost or they hang. waiting: where another rank waits with gloo for
-    a rank that was killed: "rank 0 waits in all_reduce of [[5050]] at train.py, line 20".
+    rank, host: at fault; None if unknown, or if more than one is at fault. kind: see Kind.
+    is_over: whether all ranks end, because a host is lost or they hang. waiting: where another rank
+    waits with gloo for a rank that was killed: "rank 0 waits in all_reduce of [[5050]] at
+    train.py, line 20".
     """
 
     text: str
@@ -79,12 +80,12 @@ class Failure(NamedTuple):
         )
 
     def write(self, environ: Mapping[str, str] = os.environ, **more: object) -> None:
-        """Append the line that programs read to the file that FAILURE_FILE names, if it does.
+        """Append a line for programs to the file that FAILURE_FILE names, if it is set.
 
-        more: fields besides kind, rank, host and cause: of a failure after which the ranks were
-        started again, "restart", its number, and "without", the hosts that are left out.
-        It goes to standard error only where the file cannot be written: what people read has the
-        same in one sentence, which `ddpkit doctor logs` reads as well.
+        more: fields besides kind, rank, host and cause. After a failure that was followed by a
+        restart, "restart" is its number, and "without" lists the hosts that are left out.
+        If the file cannot be written, the line goes to standard error. Otherwise people read the
+        same facts there in one sentence, which `ddpkit doctor logs` reads as well.
         """
         path = environ.get(FAILURE_FILE)
         if not path:
@@ -117,9 +118,9 @@ class Unimported(NamedTuple):
 def describe(error: BaseException) -> str:
     """Return an error in one line: "ValueError: bad sample 17".
 
-    The text of an error that another process has passed on ends with the traceback there, and
-    begins with what everybody knows: "Caught ValueError in DataLoader worker process 0.", or of
-    mp.spawn(), "-- Process 1 terminated with the following error:". The line then has both.
+    An error passed on by another process has a text that ends with that process's traceback. Its
+    first line says little: "Caught ValueError in DataLoader worker process 0.", or from
+    mp.spawn(): "-- Process 1 terminated with the following error:". The result has both.
     """
     name, text = type(error).__name__, str(error).strip()
     first = (f"{name}: {text}" if text else name).splitlines()[0]
@@ -132,9 +133,9 @@ def describe(error: BaseException) -> str:
 
 
 _NONE = Failure("", "")
-PROBLEM = "problem"  # of the training, which goes on
-EARLY = "failed early"  # before the group: reports of other ranks may know more
-TRACEBACK = "traceback"  # of such a rank: whether another one has printed the same
+PROBLEM = "problem"  # a training problem; the training goes on
+EARLY = "failed early"  # a rank failed before it had a group; other ranks may know more
+TRACEBACK = "traceback"  # asks whether another rank has printed the same traceback
 
 
 def parse_address(value: str) -> tuple[list[str], int, str]:
@@ -147,16 +148,16 @@ def parse_address(value: str) -> tuple[list[str], int, str]:
 
 
 def report_saved(environ: Mapping[str, str] = os.environ) -> bool:
-    """Report to ddpkit launch that all ranks have saved; return whether it has received that."""
+    """Report to ddpkit launch that all ranks have saved; return whether it has confirmed that."""
     return send("saved", environ)
 
 
 def report_first_cause(
     failure: Failure, environ: Mapping[str, str] = os.environ, *, prints: bool = True
 ) -> bool:
-    """Report to ddpkit launch what failed first; return whether ddpkit launch has it.
+    """Report the first failure to ddpkit launch; return whether ddpkit launch has confirmed it.
 
-    prints: print it where no launch listens; no other rank does.
+    prints: if no launch listens, print it here; no other rank does.
     """
     failure = failure._replace(text=" ".join(failure.text.split())[:_LONGEST_CAUSE])
     received = send("failed", environ, failure)
@@ -175,9 +176,9 @@ def send(
     failure: Failure = _NONE,
     **more: Any,
 ) -> bool:
-    """Send "saved", "failed", EARLY, PROBLEM or "checkpoint"; return whether ddpkit launch has it.
+    """Send "saved", "failed", EARLY, PROBLEM or "checkpoint"; return whether it was confirmed.
 
-    more: fields beside those of the failure. This process may end in a moment.
+    more: additional fields of the message. This process may end in a moment.
     """
     return query(what, environ, failure, **more) is not None
 
@@ -190,11 +191,11 @@ def query(
     seconds: float = _SECONDS,
     **more: Any,
 ) -> dict[str, Any] | None:
-    """Send as send(), and return the answer; None where none comes.
+    """Send a message like send(), and return the answer; None if there is none.
 
-    seconds: for each connection to an address of ddpkit launch, and until it answers.
+    seconds: limit for each connection to an address of ddpkit launch, and for its answer.
     """
-    from . import channel  # most ranks send none
+    from . import channel  # most ranks send no message
 
     addresses, port, secret = parse_address(environ.get(REPORT, ""))
     for address in addresses:
@@ -209,14 +210,14 @@ def query(
     return None
 
 
-RESTART = "DDPKIT_RESTART"  # JSON, see RestartNotice
+RESTART = "DDPKIT_RESTART"  # a RestartNotice as JSON
 
 
 class RestartNotice(NamedTuple):
-    """Why the ranks were started again.
+    """The reason for the restart of the ranks.
 
-    number: of restarts so far; 0 in the first start. cause: what failed. without: hosts that are
-    left out. failed_at: when the launch noticed the failure, in seconds since 1970.
+    number: number of restarts so far; 0 at the first start. cause: what failed. without: hosts
+    that are left out. failed_at: when the launch noticed the failure, in seconds since 1970.
     """
 
     number: int = 0
@@ -230,7 +231,7 @@ class RestartNotice(NamedTuple):
 
 
 def read_restart_notice(environ: Mapping[str, str] = os.environ) -> RestartNotice | None:
-    """Return what the launch says; None where it cannot start again, or there is none."""
+    """Return the launch's notice; None if the launch cannot restart, or there is no launch."""
     text = environ.get(RESTART)
     if not text:
         return None
@@ -242,34 +243,34 @@ def read_restart_notice(environ: Mapping[str, str] = os.environ) -> RestartNotic
             tuple(map(str, fields["without"])),
             float(fields["failed_at"]),
         )
-    except (ValueError, KeyError, TypeError):  # not of a launch of this version
+    except (ValueError, KeyError, TypeError):  # from a launch of another version
         return None
 
 
 def report_checkpoint(step: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Report to the launch that the checkpoint of a step is safe, where it asks for that."""
+    """Report to the launch that a step's checkpoint is safe, if the launch asks for that."""
     if environ.get(RESTART):
         send("checkpoint", environ, Failure(str(step), ""))
 
 
 HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds, "auto", or "0" for none
 NOTICE_AFTER = "DDPKIT_NOTICE_AFTER"  # seconds without progress until a line says so; "0": never
-STAGED_COPY = "DDPKIT_STAGED_COPY"  # the copy of --stage that this process uses
-STAGED = "DDPKIT_STAGED"  # "2.1+0.8": seconds of --stage, before this process and in it
+STAGED_COPY = "DDPKIT_STAGED_COPY"  # path of the copy of --stage that this process uses
+STAGED = "DDPKIT_STAGED"  # "2.1+0.8": seconds that --stage took before this process and in it
 _WITHOUT = "DDPKIT_WITHOUT"
 _EFFECTS = ("variables", "monitor", "excepthook", "atexit", "faulthandler", "filter", "workers")
 
 
 def may_have(effect: str) -> bool:
-    """Return whether setup_distributed() may have an effect on this process, one of _EFFECTS.
+    """Whether setup_distributed() may have an effect on this process, one of _EFFECTS.
 
-    DDPKIT_WITHOUT lists those that the user does not want.
+    DDPKIT_WITHOUT lists effects that the user does not want.
     """
     return effect not in _unwanted()
 
 
 def check_effects() -> None:
-    """Raise LaunchError where DDPKIT_WITHOUT lists anything else."""
+    """Raise LaunchError if DDPKIT_WITHOUT lists an unknown effect."""
     if unknown := set(_unwanted()).difference(_EFFECTS):
         raise LaunchError(
             f"{_WITHOUT} is {os.environ[_WITHOUT]}; expected some of {', '.join(_EFFECTS)}. "
@@ -278,9 +279,9 @@ def check_effects() -> None:
 
 
 def notice_after() -> float:
-    """Return the seconds without progress after which a line says where the ranks wait; 0: never.
+    """Return the seconds without progress until a line says where ranks wait; 0: never.
 
-    Raises LaunchError for a value that is no number.
+    Raises LaunchError if the value is not a number.
     """
     text = os.environ.get(NOTICE_AFTER, "120")
     try:

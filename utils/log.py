@@ -1,8 +1,8 @@
 """Log by rank: rank 0 prints information, every rank prints warnings and errors.
 
-Information goes to standard output. Warnings and errors go to standard error, with rank and host
-in front. setup_distributed() sets this up. show_progress() shows a line that the next one replaces.
-print_result() prints what a command has found.
+Information goes to standard output. Warnings and errors go to standard error, prefixed with rank
+and host. setup_distributed() sets this up. show_progress() shows a line that the next output
+replaces. print_result() prints the result of a command.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def setup_logging(rank: int, world_size: int) -> None:
-    """Set level and format of all loggers of get_logger(); a second call replaces the first."""
+    """Set level and format of all loggers from get_logger(). A second call replaces the first."""
     root = logging.getLogger(_ROOT)
     root.handlers[:] = [_ByLevel(rank, world_size)]
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root.propagate = False
     _escape_unknown_characters()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.write_through:
-        # `python -u` writes the parts of a print() one by one: the lines of two ranks would mix.
+        # `python -u` writes each part of a print() separately, so lines of two ranks would mix.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def show_progress(text: str) -> None:
-    """Show a line until the next output of a logger; only where standard output is a terminal."""
+    """Show a line until a logger's next output, if standard output is a terminal."""
     global _shows_progress
     if sys.stdout is not None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be cleared
@@ -49,7 +49,7 @@ def show_progress(text: str) -> None:
 
 
 def clear_progress() -> None:
-    """Remove the line of show_progress()."""
+    """Remove the line shown by show_progress()."""
     global _shows_progress
     if _shows_progress:
         _shows_progress = False
@@ -58,16 +58,16 @@ def clear_progress() -> None:
 
 
 def in_red(text: str, stream: TextIO | None) -> str:
-    """Return a text that a terminal shows in red; unchanged without one, or with NO_COLOR."""
+    """Return a text in red for a terminal; unchanged for other streams or with NO_COLOR."""
     if stream is None or not stream.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\033[1;31m{text}\033[0m"
 
 
 def print_result(text: str) -> None:
-    """Print the result of a command, with escapes where the encoding lacks a character.
+    """Print the result of a command; characters that the encoding lacks are escaped.
 
-    A reader that has ended, as in `COMMAND | head`, is no error.
+    A reader that has ended, as in `COMMAND | head`, is not an error.
     """
     _escape_unknown_characters()
     try:
@@ -77,14 +77,14 @@ def print_result(text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let a stream whose reader has ended go nowhere, also with its flush at the end."""
+    """Redirect a stream whose reader has ended to /dev/null, so that a later flush succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _escape_unknown_characters() -> None:
-    """Let standard output escape what its encoding lacks, as standard error does."""
+    """Make standard output escape characters that its encoding lacks, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        with contextlib.suppress(OSError):  # dup2() has replaced its file by a pipe
+        with contextlib.suppress(OSError):  # a pipe has replaced its file by dup2()
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
@@ -103,10 +103,10 @@ class _ByLevel(logging.Handler):
             clear_progress()
             if record.levelno >= logging.ERROR:
                 text = in_red(text, sys.stderr)
-            # Looked up each time, so that a redirected sys.stdout is used. One write keeps lines
-            # of several ranks whole.
+            # Look sys.stdout up each time, because it may be redirected. A single write keeps the
+            # lines of several ranks whole.
             stream = sys.stderr if is_warning else sys.stdout
-            print(text + "\n", end="", file=stream, flush=True)  # nowhere if it was closed: None
+            print(text + "\n", end="", file=stream, flush=True)  # None, if closed: no output
         except BrokenPipeError:
             _discard(stream)
         except (OSError, ValueError):  # a closed stream or a full disk must not end the training

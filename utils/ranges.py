@@ -17,7 +17,7 @@ def parse_ranges(text: str) -> set[int]:
     return found
 
 
-_SHOWN_RANGES = 20  # of ranks in a message
+_SHOWN_RANGES = 20  # ranges of ranks in a message
 
 
 def name_ranks(ranks: Collection[int]) -> str:
@@ -28,7 +28,7 @@ def name_ranks(ranks: Collection[int]) -> str:
 def format_ranges(numbers: Iterable[int], most: int | None = None) -> str:
     """Return the list of numbers in the kernel's format: {0, 1, 2, 8} -> "0-2,8".
 
-    most: ranges that are written; " ..." stands for further ones. None: all.
+    most: number of ranges to write; " ..." stands for the rest. None: all.
     """
     parts: list[list[int]] = []
     for number in sorted(numbers):

@@ -1,9 +1,9 @@
-"""Hooks on optimizers and data loaders, which load consistency/ when a script uses one of these.
+"""Hooks on optimizers and data loaders; consistency/ is loaded when a script uses one of these.
 
-A process has hooks only between setup_distributed() and close(). They are the least that sees what
-a training does: torch calls two of them before and after the step of any optimizer, and one where
-a model is wrapped in DistributedDataParallel; for loaders it has no hook, so DataLoader.__iter__
-and the __next__ of its iterators are wrapped.
+A process has hooks only between setup_distributed() and close(). These are the fewest hooks that
+show what a training does. torch calls two of them before and after the step of any optimizer, and
+one when a model is wrapped in DistributedDataParallel. torch has no hook for loaders, so
+DataLoader.__iter__ and the __next__ of its iterators are wrapped.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class TrainingError(RuntimeError):
 
 
 class TrainingHooks:
-    """The hooks of this process. They pass on what the main thread does to a TrainingWatch."""
+    """The hooks of this process. They report the main thread's training to a TrainingWatch."""
 
     def __init__(self, rank: int, world_size: int, store: Store, *, raises: bool = False) -> None:
-        """Set the hooks. store: of all ranks. raises: TrainingError after what is logged."""
+        """Set the hooks. store: shared by all ranks. raises: TrainingError after a problem."""
         self._raises = raises
         self._rank, self._world_size, self._store = rank, world_size, store
         self._watch: TrainingWatch | None = None
@@ -68,14 +68,14 @@ class TrainingHooks:
 
     @property
     def watch(self) -> TrainingWatch:
-        """What compares this training with that of the other ranks, from its first use on."""
+        """The comparison of this rank's training with the other ranks'; created on first use."""
         if self._watch is None:
             from .consistency.training_watch import TrainingWatch
             from .coordination import StoreCommunicator
 
             communicator = None
             if self._world_size > 1:
-                # A wait of the script in its store would hold this one up.
+                # A separate connection: it need not wait while the script waits in its store.
                 store = self._store.clone()  # type: ignore[attr-defined, unused-ignore]
                 communicator = StoreCommunicator("training", self._rank, self._world_size, store)
             self._watch = TrainingWatch(communicator, self._models)
@@ -101,7 +101,7 @@ class TrainingHooks:
     def close(self, *, orderly: bool = True) -> None:
         """Remove the hooks, and end the comparison; a second call does nothing.
 
-        orderly: the other ranks close, too.
+        orderly: whether the other ranks close, too.
         """
         for handle in self._handles:
             handle.remove()

@@ -1,8 +1,9 @@
-"""Watch a script that has never heard of the kit: who fails, who hangs and where.
+"""Watch a script that does not use the kit: which rank fails, which hangs and where.
 
-`ddpkit launch` and `ddpkit watch` load this in each rank once its process group is connected; see
-tools/launch/rank_site. It changes nothing that the script computes: the ranks exchange reports over
-the group's own store, and keep connections beside it, as after setup_distributed().
+`ddpkit launch` and `ddpkit watch` load this module in each rank once its process group is
+connected; see tools/launch/rank_site. It does not change what the script computes: the ranks
+exchange reports over the group's own store, and keep separate connections, as after
+setup_distributed().
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .monitor.shutdown import Shutdown
 from .startup.address import agree
 from .training_hooks import TrainingHooks
 
-_TIMEOUT_SECONDS = 60.0  # until a rank that does not take part is no longer waited for
-_groups = 0  # default groups of this process so far: the same number on all ranks
+_TIMEOUT_SECONDS = 60.0  # seconds to wait for a rank that does not take part
+_groups = 0  # number of this process's default groups so far; equal on all ranks
 
 
 class GroupStore(NameService):
@@ -53,12 +54,12 @@ class GroupStore(NameService):
         return poll(published, timeout)
 
     def release(self) -> None:
-        """Drop the store: a group of this process may begin one at the same port."""
+        """Drop the store: this process may later create another one at the same port."""
         self._store = HashStore()
 
 
 class WatchedGroup:
-    """A process group that is watched. close(): this rank leaves it, and is not waited for."""
+    """A watched process group. close(): this rank leaves it, and is no longer waited for."""
 
     def __init__(self, shutdown: Shutdown, hooks: TrainingHooks | None) -> None:
         self._shutdown, self._hooks = shutdown, hooks
@@ -67,20 +68,20 @@ class WatchedGroup:
         self._shutdown.close()
 
     def report(self, error: BaseException) -> bool:
-        """Report what ends this rank, and print its traceback; False where both were done."""
+        """Report what ends this rank, and print its traceback; False if that was done already."""
         return self._shutdown.report(error)
 
     def at_exit(self) -> None:
-        """End with the process: what atexit gets while it runs its functions is not called."""
+        """End with the process: atexit ignores functions registered while it runs others."""
         if may_have("atexit"):
             self._shutdown.at_exit()
 
 
 def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGroup | None:
-    """Watch the default group; None where its ranks are not those of the launch.
+    """Watch the default group; None if its ranks are not the launch's ranks.
 
-    store: of the group, of which this rank gets a connection of its own. Called in a thread beside
-    the training. Raises LaunchError where the ranks cannot reach each other, or a check fails.
+    store: the group's; this rank opens its own connection to it. Called in a thread besides the
+    training. Raises LaunchError if the ranks cannot reach each other, or a check fails.
     """
     global _groups
     _groups += 1
@@ -90,7 +91,7 @@ def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGrou
     placement = detection.placement
     if (placement.rank, placement.world_size) != (rank, world_size):
         return None
-    if backend not in device.BACKENDS:  # of init_device_mesh(): "undefined", "cpu:gloo,cuda:nccl"
+    if backend not in device.BACKENDS:  # init_device_mesh(): "undefined", "cpu:gloo,cuda:nccl"
         backend = device.choose_backend(None)
     own = store.clone() if hasattr(store, "clone") else store
     own = PrefixStore(f"ddpkit/watch/{_groups}", own)
@@ -109,7 +110,7 @@ def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGrou
     if monitor is None:
         return None
     monitor.own.entered_collectives = entered_collectives
-    if monitor.connected() is not None:  # a rank has ended; the training finds out, too
+    if monitor.connected() is not None:  # a rank has ended; the training notices it, too
         return None
     shutdown = Shutdown(
         rank, world_size, backend, PrefixStore("job", own), monitor, owns_group=False
@@ -120,7 +121,7 @@ def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGrou
         place = Watched(rank, world_size, backend)
         watch_collectives(place, monitor, hang_timeout_of("auto"), ends_itself=ends_itself)
     hooks = None
-    check = os.environ.get(CHECK_TRAINING)  # what setup_distributed() does by default
+    check = os.environ.get(CHECK_TRAINING)  # setup_distributed() checks by default
     if check in ("1", "error"):
         store = PrefixStore("training", own)
         hooks = TrainingHooks(rank, world_size, store, raises=check == "error")
@@ -130,7 +131,7 @@ def watch(store: Store, rank: int, world_size: int, backend: str) -> WatchedGrou
         lines = [f"{world_size} ranks on {on} are watched, backend {backend}"]
         if rendezvous.notes:
             lines += [rendezvous.table, *rendezvous.notes]
-        # Standard output is the script's.
+        # Standard output belongs to the script.
         sys.stderr.write("".join(f"ddpkit: {line}\n" for line in lines))
         sys.stderr.flush()
     return WatchedGroup(shutdown, hooks)

@@ -2,15 +2,15 @@
 
 What Checkpointer.save() does, and what it writes, in this order:
 
-1. Copy: the state is taken apart into a plain tree and tensors (pack.py; of a sharded tensor the
-   slice of this rank: slices.py), and the tensors are copied into preallocated memory
-   (snapshot.py). Then save() returns. The rest is done in a
-   background thread (save.py).
+1. Copy: pack.py takes the state apart into a plain tree and tensors, of a sharded tensor this
+   rank's slice (slices.py). snapshot.py copies the tensors into preallocated memory. Then save()
+   returns; a background thread does the rest (save.py).
 2. Rank 0, which has locked the folder (lock.py), makes .saving-.../ in it (folder.py: begin).
 3. Each rank writes rank-00000.safetensors, rank-00001.safetensors, ... into it, and syncs its file
    and the folder (rank_file.py, which also computes the checksums meanwhile).
-4. Each rank reports size and checksums of its file to rank 0 (../coordination.py).
-5. Rank 0 writes manifest.json with all of these, and syncs it and the folder (folder.py: commit).
+4. Each rank reports the size and the checksums of its file to rank 0 (../coordination.py).
+5. Rank 0 writes manifest.json with all these reports, and syncs it and the folder (folder.py:
+   commit).
 6. Rank 0 renames the folder to step-000001200/ and syncs the parent folder. Now the checkpoint is
    safe, and readers see it.
 7. Rank 0 deletes old checkpoints: it renames each to .deleting-.../ first (folder.py: delete_old).

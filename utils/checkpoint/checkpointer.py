@@ -46,7 +46,7 @@ from .snapshot import ReplicaSample, Snapshot, replicated_parameters, share_out
 
 _log = get_logger(__name__)
 
-# When the training ends early: for this rank's part of the save, then for the other ranks'.
+# Seconds to wait when the training ends early: for this rank's part of the save, then for the rest.
 _OWN_PART_TIMEOUT, _OTHER_RANKS_TIMEOUT = 60.0, 10.0
 _FIRST_RETRY_PAUSE_SECONDS, _LONGEST_RETRY_PAUSE_SECONDS = 0.5, 5.0
 
@@ -74,13 +74,13 @@ class Checkpointer:
       1 MiB, such as the running statistics of BatchNorm. With another number of ranks, all ranks
       get the buffers of rank 0.
     - The ranks share the work of writing the parameters of a DistributedDataParallel module in the
-      state, compiled or not, and the state of their optimizer in it. Rank 0 writes all others: the
-      module inside, parameters that DistributedDataParallel ignores or that were frozen when it was
-      made, a model with a communication hook or of some of the ranks. If your own code makes the
-      parameters differ between ranks (optimizer steps without an exchange of gradients), put
-      ddp.module into the state, so that rank 0's are saved. Ranks that have diverged by mistake
-      are found by samples of these tensors: the save fails and names the rank, and the next
-      save() raises.
+      state, compiled or not, and the state of its optimizer in the same state. Rank 0 writes other
+      models: the module inside DistributedDataParallel, parameters that it ignores or that were
+      frozen when it was made, a model with a communication hook or on only some of the ranks. If
+      your own code makes the parameters differ between ranks (optimizer steps without an exchange
+      of gradients), put ddp.module into the state, so that rank 0's are saved. Samples of these
+      tensors show ranks that have diverged by mistake: the save fails and names the rank, and the
+      next save() raises.
 
     A save that fails, for example because no space is left, does not end the training: rank 0 logs
     the error, the files are removed, and the next save is tried. Save the last state with
@@ -89,15 +89,15 @@ class Checkpointer:
     rounds it up to a power of two, and in torch 2.13 does not do so with
     PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64.
 
-    folder: on a file system that all hosts share, the same on all ranks; made if it is missing;
-        for one job at a time: a second one is refused while the process of rank 0 of the first one
-        runs (lock.py).
-        Other programs read it with list_steps(), load_part() and export_safetensors().
-    keep: number of checkpoints that stay. With 2 or more, one is left if the last is damaged.
-    keep_every: steps that are multiples of it stay as well.
-    keep_best: number of checkpoints with the best metric that stay as well.
-    best: "min" or "max", whether the lowest or the highest metric is the best.
-    every: for is_due(): steps between two saves.
+    folder: the same folder on all ranks, in a file system that all hosts share. It is made if it
+        is missing. One job at a time may use it: a second job is refused while the first one's
+        rank 0 runs (lock.py). Other programs read it with list_steps(), load_part() and
+        export_safetensors().
+    keep: number of newest checkpoints to keep. With 2 or more, one is left if the last is damaged.
+    keep_every: also keep steps that are multiples of this number.
+    keep_best: also keep this number of checkpoints with the best metric.
+    best: "min" if the lowest metric is the best, "max" if the highest is.
+    every: steps between two saves, for is_due().
     timeout: seconds in which all ranks must finish a save or a load.
 
     Attributes: failure is the CheckpointError of the last save that has ended, or None if it is
@@ -137,17 +137,17 @@ class Checkpointer:
         self._folder = CheckpointFolder(self.folder, retention, self._ranks.name)
 
         self._calls = CallsOfAllRanks(self._ranks)
-        self._turn = 0  # number of saves and loads, the same on all ranks
+        self._turn = 0  # number of saves and loads, equal on all ranks
         self._snapshot = Snapshot()
         self._counters = UnsavedCounters()
         self._own_part_written = threading.Event()
-        # Not Thread.join(): where a signal handler raises in it, the thread counts as ended.
-        self._ended = threading.Event()  # the save in flight, well or not
+        # Thread.join() would not do: if a signal handler raises in it, the thread counts as ended.
+        self._ended = threading.Event()  # set while no save is in flight
         self._ended.set()
         self._pid = os.getpid()
         self._unraised: CheckpointError | None = None  # a failure that no call has raised yet
         self._logged: set[str] = set()  # failures since the last safe checkpoint, each logged once
-        self._try_again = False  # whether save_and_wait() has time for it, the same on all ranks
+        self._try_again = False  # whether save_and_wait() has time to retry; equal on all ranks
         self._closed = self._checked_state = self._checked_folder = False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -167,10 +167,9 @@ class Checkpointer:
     def save(self, step: int, state: Any, *, metric: float | None = None) -> None:
         """Copy the state and write it in the background. All ranks call it at the same step.
 
-        Waits first until the previous save has ended, well or not. The state may change as soon as
-        this returns.
+        First waits until the previous save has ended. The state may change as soon as this returns.
 
-        metric: of this state, for keep_best; rank 0's counts. NaN is never among the best.
+        metric: the metric of this state, for keep_best; rank 0's counts. NaN is never the best.
 
         Raises ValueError for a state that cannot be saved. Then no rank saves it, and the others
         find the reason in `failure`. Raises CheckpointError if the previous save failed and every
@@ -184,9 +183,8 @@ class Checkpointer:
     ) -> None:
         """Save, and return when the checkpoint is safe on disk; for the last save of a process.
 
-        retry_seconds: how long a failed save is tried again, by the clock of rank 0.
-        Then raises CheckpointError on all ranks, so that the training does not end as if its state
-        had been saved.
+        retry_seconds: how long a failed save is tried again, by the clock of rank 0. After that,
+            CheckpointError is raised on all ranks: the training must not end as if it had saved.
         """
         end, pause = time.monotonic() + retry_seconds, _FIRST_RETRY_PAUSE_SECONDS
         while True:
@@ -240,7 +238,7 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self._close_without_raising)
-        if os.getpid() == self._pid and not self._ended.is_set():  # no thread in a forked process
+        if os.getpid() == self._pid and not self._ended.is_set():  # a forked child has no thread
             self._own_part_written.wait(_OWN_PART_TIMEOUT)
             if not self._ended.wait(_OTHER_RANKS_TIMEOUT):
                 self._ranks.cancel()
@@ -263,7 +261,7 @@ class Checkpointer:
             raise previous
 
         start, turn = time.monotonic(), self._turn
-        self._turn += 1  # also if this rank fails, so that all ranks count the same
+        self._turn += 1  # counts a failure on this rank, too, like all other ranks
         self._calls.call(turn)
         try:
             job = self._prepare(step, state, metric, turn, start, retry_until)
@@ -331,7 +329,7 @@ class Checkpointer:
         )
 
     def _check_once(self, state: Any) -> None:
-        """Log what the training uses, and the state lacks."""
+        """Log what the training uses but the state lacks."""
         if self._checked_state or self._ranks.rank:
             return
         self._checked_state = True
@@ -351,7 +349,7 @@ class Checkpointer:
             )
 
     def _check_counters(self, state: Any, packed: Packed, step: int) -> None:
-        """Log the numbers that change in training, and are not saved."""
+        """Log numbers that change in training but are not saved."""
         if self._ranks.rank == 0 and (unsaved := self._counters.find(state, packed, step)):
             _log.warning(
                 "the saved state lacks %s: after a resume it starts at its initial value, unless "
@@ -365,7 +363,7 @@ class Checkpointer:
         self._ended.clear()
         try:
             threading.Thread(target=self._run, args=(job,), daemon=True, name="checkpoint").start()
-        except RuntimeError:  # the limit of processes: the other ranks wait for this one
+        except RuntimeError:  # no thread left: the other ranks wait for this one
             self._run(job)
 
     def _run(self, job: SaveJob | RefusedJob) -> None:
@@ -396,7 +394,7 @@ class Checkpointer:
             self._note_failure(error, job)
         finally:
             if isinstance(job, SaveJob):
-                job.checksums.start()  # ends its thread where nothing was written
+                job.checksums.start()  # nothing may have been written; start() ends the thread
             self._own_part_written.set()
             self._ended.set()
 
@@ -406,7 +404,7 @@ class Checkpointer:
         else:
             self.failure = CheckpointError(str(error))
             self.failure.__cause__ = error
-        if isinstance(job, SaveJob):  # save() itself has raised the problem of a RefusedJob
+        if isinstance(job, SaveJob):  # save() has raised a RefusedJob's problem itself
             self._unraised = self.failure
         if self._ranks.rank == 0 and str(error) not in self._logged:
             self._logged.add(str(error))
@@ -417,7 +415,7 @@ class Checkpointer:
                 _log.error("%s", error)
 
     def _join(self) -> None:
-        """Wait until the save in flight has ended, well or not."""
+        """Wait until no save is in flight."""
         self._ended.wait()
 
     def _check_ranks(self) -> None:
@@ -430,7 +428,7 @@ class Checkpointer:
             ) from error
 
     def _folder_problem(self, waiting: Callable[[], object] = lambda: None) -> str:
-        """Compare the folder with those of the other ranks, once; return what is wrong, or ""."""
+        """Return what is wrong if the ranks name different folders, else "". Compares once."""
         if self._checked_folder or self._ranks.world_size == 1:
             return ""
         report = report_folder(self.folder)
@@ -448,12 +446,12 @@ class Checkpointer:
 
         All ranks restore the same one.
 
-        What does not match is refused before anything is changed. A damaged checkpoint is named
-        with the reason, quarantined under a name with .damaged, and the one before is loaded. All
-        ranks do so when one of them finds damage, and another one, on another host if there is
-        one, reads the same. If that one finds the file intact, nothing is renamed, and the error
-        names the host to suspect. If all checkpoints are damaged, that is an error, too, until they
-        are moved away. Every rank needs memory for the whole checkpoint.
+        A state that does not match is refused before anything is changed. A damaged checkpoint is
+        logged with the reason and quarantined under a name with .damaged, and the one before is
+        loaded. All ranks do so if one of them finds damage, and a second rank, on another host if
+        possible, reads the same. If the second rank finds the file intact, nothing is renamed, and
+        the error names the host to suspect. If all checkpoints are damaged, load_latest() raises
+        until they are moved away. Every rank needs memory for the whole checkpoint.
 
         Random number generators are set as they were at save(). With another number of ranks,
         the generators stay as they are, and PerRank parts are refused. Iterating
@@ -463,12 +461,12 @@ class Checkpointer:
         training.prime_ddp_buckets() was called before this, and with torch.compile only if all
         batches have one size (drop_last=True) or with dynamic=False.
 
-        What interrupted saves left is removed. Refused while another job uses the folder. A
-        program that is not the training uses load_part(), which changes nothing in the folder.
+        Files of interrupted saves are removed. The load is refused while another job uses the
+        folder. A program other than the training uses load_part(), which leaves the folder alone.
 
-        state: nested as the one that was saved. Objects, tensors, generators, containers and numpy
-            arrays of the same shape and type are restored in place. What cannot change (numbers,
-            strings, arrays of another shape) is replaced in the container that holds it: read
+        state: nested like the saved state. Objects, tensors, generators, containers, and numpy
+            arrays of the same shape and type are restored in place. Values that cannot change in
+            place (numbers, strings, arrays of another shape) are replaced in their container: read
             state["best"] afterwards, not a variable that was put into it.
         Raises CheckpointError.
         """
@@ -477,7 +475,7 @@ class Checkpointer:
     def load_step(self, step: int, state: Any) -> Restored:
         """Restore the checkpoint of this step, otherwise as load_latest().
 
-        Before the training saves into the same folder, later steps have to be moved away.
+        Move later steps away before the training saves into the same folder.
         Raises CheckpointError if the checkpoint is missing or damaged.
         """
         found = self._load(state, operator.index(step))
@@ -490,7 +488,7 @@ class Checkpointer:
         if problem := self._folder_problem():
             raise CheckpointError(problem)
         try:
-            check_state(state)  # also where there is no checkpoint yet: the first save is too late
+            check_state(state)  # also without a checkpoint: the first save would be too late
         except StateError as error:
             raise CheckpointError(f"cannot load into this state: {error}") from error
 
@@ -510,7 +508,7 @@ class Checkpointer:
 
 
 def _digest_of_shapes(step: int, packed: Packed, sharded: dict[str, int]) -> str:
-    """Return a digest of the step, names, shapes and types, which have to be equal on all ranks."""
+    """Return a digest of the step, names, shapes and types; it must be equal on all ranks."""
     shapes = [
         (packed.kinds[name], name, str(tensor.dtype), tuple(tensor.shape))
         for name, tensor in packed.of("common", "main", "local").items()

@@ -1,6 +1,6 @@
-"""Find numbers of a model that change in training and are in no state that is saved.
+"""Find numbers of a model that change in training but are in no saved state.
 
-Such as `self.num_updates` of a module that averages the parameters: state_dict() has tensors only.
+For example `self.num_updates` in a module that averages parameters: state_dict() has tensors only.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .entries import MAPPINGS, Path, PerRank, Tree, plain_key, show_path, unwrap
 from .pack import Packed, tag_of
 
 _COMPARED_SAVES = 2
-_INSTALLED = ("site-packages", "dist-packages")  # their authors know what a resume needs
-# Names of what the next batch sets again, such as max_seq_len_cached of rotary embeddings.
+_INSTALLED = ("site-packages", "dist-packages")  # library authors know what a resume needs
+# Words in names of values that the next batch sets again: max_seq_len_cached of rotary embeddings.
 _SET_AGAIN = frozenset("batch cache cached last len length loss max min prev previous size".split())
-# Names of what the training loop counts. It often has the value of another counter.
+# Words in names of training loop counters, which often equal another counter by chance.
 _PROGRESS = frozenset("step steps iter iters iteration iterations epoch epochs".split())
-_NUMBER_OF_TORCH = "num_batches_tracked"  # of BatchNorm: the number of steps, too
+_NUMBER_OF_TORCH = "num_batches_tracked"  # a buffer of BatchNorm; it also counts steps
 
-_NOT_OF_USER = ("torch", __name__.partition(".")[0])  # packages
-_Saved = list[tuple[frozenset[str], float]]  # words of the entry's key, and its number
+_NOT_OF_USER = ("torch", __name__.partition(".")[0])  # packages that save their own counters
+_Saved = list[tuple[frozenset[str], float]]  # (words of an entry's key, its number)
 
 
 class UnsavedCounters:
-    """The int and float attributes of the modules in a state, as they were at first.
+    """The int and float attributes of a state's modules, compared from save to save.
 
-    The first values are those after a load, or at the first save. Those at the next two saves are
-    compared with them.
+    The first values are recorded after a load or at the first save. The next two saves compare
+    their values with the first ones.
     """
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class UnsavedCounters:
         self._saved_steps: set[int] = set()
 
     def note(self, state: Any) -> None:
-        """Note the values with which the training goes on."""
+        """Record the values after a load."""
         for _, module in self._modules(state):
             self._first[module] = _numbers(module)
 
     def find(self, state: Any, packed: Packed, step: int) -> list[str]:
-        """Return what has changed and is not saved, each once: "ema.num_updates (an int ...)".
+        """Return numbers that changed but are not saved, each once: "ema.num_updates (an int ...)".
 
-        packed: what is saved of the state.
+        packed: the saved form of the state.
         """
         if len(self._saved_steps | {step}) > _COMPARED_SAVES + 1:
             return []
@@ -63,7 +63,7 @@ class UnsavedCounters:
             for attribute, value in numbers.items():
                 if value == first.get(attribute, value):
                     continue
-                if saved is None:  # most trainings have nothing to look for
+                if saved is None:  # computed only when a number has changed
                     saved = [(frozenset({"step"}), step), *_saved_numbers(state, packed)]
                 place = f"{name}.{attribute}"
                 if place not in self._found and not _is_saved(_words(place), value, saved):
@@ -99,7 +99,7 @@ def _numbers(module: torch.nn.Module) -> dict[str, float]:
         name: value
         for name, value in vars(module).items()
         if type(value) in (int, float)
-        and value == value  # no NaN
+        and value == value  # not NaN
         and not name.startswith("_")
         and not _SET_AGAIN.intersection(_words(name))
     }
@@ -110,12 +110,12 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _is_saved(words: frozenset[str], value: float, saved: _Saved) -> bool:
-    """Return whether an entry has this value, and is not merely the step that has it, too."""
+    """Whether an entry has this value, and not only because it counts the same steps."""
     return any(number == value and (words & key or not _PROGRESS & key) for key, number in saved)
 
 
 def _saved_numbers(state: Any, packed: Packed) -> Iterator[tuple[frozenset[str], float]]:
-    """Yield the numbers in the saved state, without those that torch and the kit count."""
+    """Yield the numbers in the saved state, except counters of torch and the kit."""
     skipped = {
         show_path(path)
         for path, value in walk(state)
@@ -139,7 +139,7 @@ def _saved_numbers(state: Any, packed: Packed) -> Iterator[tuple[frozenset[str],
         elif tag == "per rank":
             yield from numbers_in(packed.own[tree[tag]], (*path, "own"))
         elif tag == "object" and show_path(path) not in skipped:
-            # The name of the class is a word of the key where the state is one module.
+            # If the state is a single module, its class name is a word of the key.
             yield from numbers_in(tree["state"], path or (tree[tag],))
         elif tag == "numpy scalar":
             yield from numbers_in(tree[tag], path)

@@ -1,4 +1,4 @@
-"""Calls that change the disk, and what their errors mean to a user."""
+"""Change the disk, and explain the system's errors to a user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Every call that changes the disk uses this name, so a test can simulate power cuts and full disks.
+# Every call that changes the disk uses this name: tests simulate power cuts and full disks.
 system: Any = os
 
 _BYTES_PER_WRITE = 16 << 20
@@ -29,7 +29,7 @@ _REMEDIES = {
 
 
 def explain(error: OSError) -> str:
-    """Return the system's reason, and what to do."""
+    """Return the system's reason and what to do."""
     remedy = _REMEDIES.get(error.errno or 0, "Look for the cause on that host")
     return f"{error.strerror or error}. {remedy}"
 
@@ -37,7 +37,7 @@ def explain(error: OSError) -> str:
 def write_file(path: Path, *pieces: memoryview, written: Callable[[], None] | None = None) -> None:
     """Write a new file and sync it to disk.
 
-    written: called when the system has all bytes and the sync to disk begins.
+    written: called when the system has received all bytes, before the sync to disk.
     """
     file = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -49,7 +49,7 @@ def write_file(path: Path, *pieces: memoryview, written: Callable[[], None] | No
             written()
         system.fsync(file)
     finally:
-        system.close(file)  # a network file system may report a full quota only now
+        system.close(file)  # a network file system may only now report a full quota
 
 
 def replace_file(path: Path, *pieces: memoryview) -> None:
@@ -71,7 +71,7 @@ def sync_folder(folder: Path) -> None:
     try:
         system.fsync(file)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by some file systems
             raise
     finally:
         system.close(file)

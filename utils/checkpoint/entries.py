@@ -16,11 +16,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Path = tuple[object, ...]  # the keys that lead to an entry of the state
-Tree = Any  # what JSON holds: plain data as itself, everything else as {tag: content}
+Path = tuple[object, ...]  # keys that lead to an entry of the state
+Tree = Any  # a JSON value: plain data as itself, other values as {tag: content}
 
 MAX_DEPTH = 100  # levels of nesting; a deeper state probably contains itself
-ATOMS = (bool, float, type(None))  # plain data that is copied without a look at it
+ATOMS = (bool, float, type(None))  # plain data that is copied without a check
 
 MAPPINGS: dict[str, type[Any]] = {
     "dict": dict,
@@ -33,7 +33,7 @@ _DTYPE_NAMES = (
     "complex128 complex64 complex32 "
     "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
 )
-# Types of tensors that can be saved; float8_e8m0fnu is missing in older versions of torch.
+# Types of tensors that can be saved. An older torch has no float8_e8m0fnu.
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name)
 }
@@ -47,7 +47,7 @@ class StateError(ValueError):
 class PerRank:
     """Marks a part of the state that differs between ranks: each rank saves and restores its own.
 
-    value: nested as any other part of the state.
+    value: nested like any other part of the state.
     """
 
     value: Any
@@ -55,15 +55,15 @@ class PerRank:
 
 # --- names
 
-# Parts that torch's wrappers add to the names of parameters; no model of a user has them.
+# Parts that torch's wrappers add to parameter names; no user's model has them.
 _WRAPPER_PARTS = frozenset(
     (
         "_orig_mod",  # torch.compile
         "_checkpoint_wrapped_module",  # checkpoint_wrapper(): activation checkpointing
-        "_fsdp_wrapped_module",  # FSDP1, in what other programs have saved
+        "_fsdp_wrapped_module",  # FSDP1; only in checkpoints of other programs
     )
 )
-# DistributedDataParallel and DataParallel inside a model; models have parts of this name, too.
+# DistributedDataParallel and DataParallel inside a model add it; models have such parts, too.
 _DDP_PART = "module"
 
 
@@ -73,14 +73,14 @@ def show_path(path: Path, empty: str = "the state") -> str:
 
 
 def plain_key(key: str) -> str:
-    """Return the name of a parameter without the parts that only torch's wrappers add."""
+    """Return a parameter's name without the parts that only torch's wrappers add."""
     return ".".join(part for part in key.split(".") if part not in _WRAPPER_PARTS)
 
 
 def match_names(names: Collection[str], saved: Collection[str]) -> dict[str, str]:
-    """Return the saved name for each name that differs from it by parts of wrappers only.
+    """Return name -> saved name where the two differ only by parts that wrappers add.
 
-    A name that is on both sides stands for itself, also where it has a part "module".
+    A name on both sides matches itself, even with a part "module".
     """
     by_bare_name: dict[str, list[str]] = {}
     for name in set(saved) - set(names):
@@ -127,7 +127,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether these strides are those of a permuted contiguous tensor."""
+    """Whether these strides belong to a permuted contiguous tensor."""
     dimensions = sorted(
         (stride, length) for stride, length in zip(strides, shape, strict=True) if length != 1
     )
@@ -142,7 +142,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def walk(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield all entries of a state except numbers and strings, at any depth.
 
-    Raises StateError for too many levels of nesting.
+    Raises StateError for too deep nesting.
     """
     check_depth(path)
     yield path, state
@@ -165,7 +165,7 @@ def walk(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def state_of(value: Any, path: Path) -> Any:
-    """Return state_dict() of an object. Its errors become StateError."""
+    """Return an object's state_dict(). Its errors become StateError."""
     try:
         return value.state_dict()
     except Exception as error:
@@ -251,7 +251,7 @@ def check_optimizer(value: Any, path: Path) -> None:
 
 
 def check_type(value: Any, path: Path) -> None:
-    """Raise StateError for a value of a type that a state cannot hold."""
+    """Raise StateError for a value whose type a state cannot hold."""
     if type(value) in _TYPES or isinstance(value, Tensor) or is_stateful(unwrap(value)):
         return
     numpy = sys.modules.get("numpy")
@@ -270,7 +270,7 @@ def check_type(value: Any, path: Path) -> None:
 
 
 def check_state(state: Any) -> None:
-    """Raise StateError for a state that cannot be saved. No state_dict() is called."""
+    """Raise StateError for a state that cannot be saved, without calling any state_dict()."""
     for path, value in walk(state):
         inner = unwrap(value)
         check_type(value, path)
@@ -291,7 +291,7 @@ def _check_whole_tensor(value: Tensor, path: Path) -> None:
 
 def _check_whole_module(module: torch.nn.Module, path: Path) -> None:
     for name, part in module.named_modules():
-        # By name: an import of torch.distributed.fsdp would take longer than a small load.
+        # Compare the name: importing torch.distributed.fsdp would take longer than a small load.
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(part).__mro__):
             raise StateError(
                 f"{show_path((*path, name) if name else path)} is sharded over the ranks by FSDP1; "

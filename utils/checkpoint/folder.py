@@ -1,4 +1,4 @@
-"""The folder of a training's checkpoints: names, manifests, and what rank 0 changes.
+"""The folder of a training's checkpoints: names, manifests, and the changes that rank 0 makes.
 
 A power cut at any moment leaves a checkpoint complete under its name, or not there at all.
 """
@@ -22,19 +22,19 @@ from .format import MANIFEST, Damaged, Manifest, Unreadable, parse_manifest, ren
 from .rank_file import open_regular_file
 
 _log = get_logger(__name__)
-_SHOWN_FOLDERS = 4  # in a message
+_SHOWN_FOLDERS = 4  # folder names in a message
 _SAVING, _DELETING = ".saving-", ".deleting-"
 
 _open_folders: set[Path] = set()  # temporary folders that this process writes into
 
 
 class LaterStep(Exception):
-    """A later step is in the folder, so load_latest() would not find a save of this step."""
+    """The folder has a later step, so load_latest() would not find a save of this step."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay in the folder; the arguments are those of Checkpointer."""
+    """Which checkpoints stay in the folder; the fields are arguments of Checkpointer."""
 
     keep: int
     keep_every: int | None
@@ -56,7 +56,7 @@ class FolderReport(TypedDict):
     """Which folder a rank names."""
 
     path: str
-    inode: int | None  # a shared folder may have different paths on different hosts
+    inode: int | None  # compared, since a shared folder may have different paths on different hosts
 
 
 def report_folder(path: Path) -> FolderReport:
@@ -84,9 +84,9 @@ def folder_problem(reports: Sequence[FolderReport]) -> str:
 
 
 class ReadFolder:
-    """The folder for those who change nothing in it.
+    """The folder as programs see it that change nothing in it.
 
-    owner: whose folder it is in messages, such as "rank 0 on node7".
+    owner: names the reader in messages, such as "rank 0 on node7".
     """
 
     def __init__(self, path: Path, owner: str) -> None:
@@ -109,25 +109,25 @@ class ReadFolder:
         return []
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Note that a checkpoint is damaged."""
+        """Log that a checkpoint is damaged."""
         _log.warning("damaged checkpoint %s", reason)
 
 
 class CheckpointFolder(ReadFolder):
-    """The folder for the training, one job at a time. path: absolute."""
+    """The folder as the training changes it, one job at a time. path: absolute."""
 
     def __init__(self, path: Path, retention: Retention, owner: str) -> None:
         super().__init__(path, owner)
         self._retention = retention
         self._is_locked = False
-        self._metrics: dict[str, float | None] = {}  # by the name of the checkpoint
+        self._metrics: dict[str, float | None] = {}  # name of a checkpoint -> its metric
 
     # --- at a save
 
     def begin(self, step: int) -> Path:
         """Make a temporary folder for the files. Raises OSError, LaterStep or FolderInUse."""
         if not self.path.is_dir():
-            self.path.mkdir()  # not its parents: their file system may not be mounted
+            self.path.mkdir()  # not mkdir -p: the parents' file system may not be mounted
             _log.warning(
                 "%s was removed during the training, with the checkpoints in it; it is made again",
                 self.path,
@@ -147,7 +147,7 @@ class CheckpointFolder(ReadFolder):
         return temporary
 
     def commit(self, temporary: Path, manifest: Manifest) -> None:
-        """Make the files of all ranks, which are on disk, the newest checkpoint of their step.
+        """Make the files of all ranks, already on disk, the newest checkpoint of their step.
 
         Raises OSError.
         """
@@ -165,13 +165,13 @@ class CheckpointFolder(ReadFolder):
         self._metrics[name] = manifest["metric"]
 
     def discard(self, temporary: Path) -> None:
-        """Delete the temporary folder of a save that failed, as far as possible."""
+        """Delete the temporary folder of a failed save, as far as possible."""
         with contextlib.suppress(OSError):
             disk.remove(temporary)
 
     @staticmethod
     def end(temporary: Path) -> None:
-        """Note that this process no longer writes there: the next save may delete it."""
+        """Note that this process no longer writes there, so the next save may delete it."""
         _open_folders.discard(temporary)
 
     def delete_old(self) -> None:
@@ -181,7 +181,7 @@ class CheckpointFolder(ReadFolder):
             names = checkpoint_names(self.path)
             for name in set(names) - self._kept(names):
                 try:
-                    # Under this name no reader meets a checkpoint that is half deleted.
+                    # Renamed first, so that no reader finds a checkpoint that is half deleted.
                     deleting = self.path / f"{_DELETING}{secrets.token_hex(8)}"
                     disk.system.rename(self.path / name, deleting)
                     disk.remove(deleting)
@@ -216,7 +216,7 @@ class CheckpointFolder(ReadFolder):
     # --- at a load
 
     def list(self) -> list[str]:
-        """Remove what interrupted saves left; return the names of the checkpoints, oldest first.
+        """Remove files of interrupted saves; return the names of the checkpoints, oldest first.
 
         Raises OSError or FolderInUse.
         """
@@ -225,7 +225,7 @@ class CheckpointFolder(ReadFolder):
         return checkpoint_names(self.path)
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Rename a damaged checkpoint so that it is not read again, and log it."""
+        """Quarantine a damaged checkpoint under another name, and log it."""
         target, count = self.path / f"{name}{QUARANTINED}", 1
         while os.path.lexists(target):
             count += 1
@@ -241,7 +241,7 @@ class CheckpointFolder(ReadFolder):
     # --- one job at a time
 
     def _lock(self) -> None:
-        """Lock the folder until close(), also where it was removed and made again."""
+        """Lock the folder until close(), also if it was removed and made again."""
         if not (self._is_locked and lock.is_held(self.path)):
             self._is_locked = lock.acquire(self.path)
 
@@ -252,7 +252,7 @@ class CheckpointFolder(ReadFolder):
             lock.release(self.path)
 
     def _remove_leftovers(self) -> None:
-        """Delete what interrupted deletions left and, where no other job saves, what saves left.
+        """Delete files of interrupted deletions and, if no other job saves, of interrupted saves.
 
         Links are removed, and their targets stay.
         """
@@ -268,7 +268,7 @@ class CheckpointFolder(ReadFolder):
 
 # step-000001200, and step-000001200-2 when that step was saved a second time
 _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?")
-QUARANTINED = ".damaged"  # is added to the name of a damaged checkpoint
+QUARANTINED = ".damaged"  # suffix of a damaged checkpoint's name
 _QUARANTINED_NAME = re.compile(rf"{_NAME.pattern}{re.escape(QUARANTINED)}(?:-\d+)?")
 _MAX_MANIFEST_BYTES = 1 << 30
 _SHOWN_STEPS = 10

@@ -11,11 +11,11 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-FORMAT = 5  # raise it whenever one version of the kit would misread checkpoints of another
+FORMAT = 5  # raise it whenever another version of the kit would misread the files
 MANIFEST = "manifest.json"
 _BEFORE, _BYTES_AFTER = b'{"manifest": ', len(b', "crc32": "01234567"}\n')
 
-# Tensors of all other types are stored as bytes; their type is in the tree of the state.
+# Tensors of other types are stored as bytes, with their type in the tree of the state.
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -33,7 +33,7 @@ SAFETENSORS_TYPES = {
 
 
 class Damaged(Exception):
-    """A file differs from what was written.
+    """A file is not as it was written.
 
     file: its name. The message names it, too, with the reason.
     """
@@ -53,36 +53,36 @@ class FileEntry(TypedDict):
     name: str
     size: int  # bytes
     header_size: int  # bytes
-    checksums: str  # of the header, then of each block of the data: 8 hexadecimal digits each
+    checksums: str  # CRC-32 of the header, then of each block of data: 8 hexadecimal digits each
 
 
 class _WrittenManifest(TypedDict):
-    """The fields of every manifest, before it is written and after it is read."""
+    """The fields of a manifest as it is written."""
 
     format: int
     step: int
     world_size: int
     metric: float | None
-    files: list[FileEntry]  # by rank
-    whole: dict[str, int]  # the rank whose file holds a tensor; other tensors are in every file
-    sharded: dict[str, int]  # the number of a sharded tensor's layout
+    files: list[FileEntry]  # indexed by rank
+    whole: dict[str, int]  # tensor -> rank whose file holds it; all other tensors are in every file
+    sharded: dict[str, int]  # sharded tensor -> index in layouts
     layouts: list[list[tuple[int, Sequence[int], Sequence[int]]]]  # rank, offsets, sizes
 
 
 class Manifest(_WrittenManifest, total=False):
     """The content of manifest.json, which also has a checksum of itself.
 
-    The slices of all tensors that are sharded alike are listed once, in one layout: with 1,024
-    ranks and thousands of tensors, the manifest is still read in milliseconds. Where a tensor is
-    within a file is in the header of that file.
+    A layout lists the slices of all tensors that are sharded alike: with 1,024 ranks and
+    thousands of tensors, the manifest is still read in milliseconds. The header of a file says
+    where a tensor is in it.
     """
 
-    crc32: str  # of the text that was read
+    crc32: str  # checksum of the manifest's text
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Type and shape of a tensor, and where it is in the data of a file, in bytes."""
+    """A tensor's type and shape, and its position in the data of a file in bytes."""
 
     dtype: torch.dtype
     shape: Sequence[int]
@@ -101,7 +101,7 @@ def rank_file_name(rank: int) -> str:
 
 
 def place_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
-    """Return where each tensor goes in the data of a file, largest elements first.
+    """Return each tensor's place in the data of a file, largest elements first.
 
     In this order each tensor is aligned to its element size.
     """
@@ -135,9 +135,9 @@ def render_header(places: dict[str, TensorPlace], metadata: dict[str, str]) -> b
 
 
 def parse_manifest(raw: bytes) -> Manifest:
-    """Return the manifest. Raises Damaged unless its checksum matches, and Unreadable.
+    """Return the manifest. Raises Damaged if its checksum does not match, and Unreadable.
 
-    All other fields are trusted then, and so are files whose checksums match theirs here.
+    After that all other fields are trusted, and so are files whose checksums match the manifest.
     """
     text, end = raw[len(_BEFORE) : -_BYTES_AFTER], raw[-_BYTES_AFTER:]
     crc32 = f"{zlib.crc32(text):08x}"

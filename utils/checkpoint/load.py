@@ -1,7 +1,7 @@
-"""Load the same intact checkpoint on all ranks: all read it, and rank 0 decides on its use.
+"""Load the same intact checkpoint on all ranks: all read it, and rank 0 decides whether to use it.
 
-load_newest() finds it, restore() puts it into the state; load() and read_contents() read the files
-of one checkpoint, and compare what they hold with the state. They need no other rank.
+load_newest() finds the checkpoint, restore() puts it into the state. load() and read_contents()
+read the files of one checkpoint and compare them with the state; they need no other rank.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _PRECEDENCE: tuple[_Status, ...] = ("gone", "error", "damaged")
 
 
 class _Listing(TypedDict):
-    names: list[str]  # of the checkpoints, oldest first
-    quarantined: list[str]  # names of those that were damaged, where there are no others
+    names: list[str]  # names of checkpoints, oldest first
+    quarantined: list[str]  # names of damaged checkpoints; filled only if there is no other
     error: str
 
 
 class _Report(TypedDict):
-    """What a rank found in a checkpoint; the first one in the order of _PRECEDENCE decides."""
+    """What a rank found in a checkpoint; the first status in _PRECEDENCE decides."""
 
     status: _Status
     detail: str  # the reason, or the checksum of the manifest
@@ -58,12 +58,12 @@ class _Report(TypedDict):
 
 
 class _SecondReading(TypedDict):
-    """A damaged file, and the rank that reads it again, before it counts as damaged for all."""
+    """A damaged file, and a second rank that reads it before it counts as damaged for all."""
 
     file: str
     first: int  # the rank that found the damage
     second: int
-    report: _Report  # of the first
+    report: _Report  # report of the first rank
 
 
 class _Decision(TypedDict):
@@ -81,9 +81,9 @@ def load_newest(
 ) -> _Loaded | None:
     """Return what load_from() returns for the newest checkpoint that is intact on all ranks.
 
-    None if there never was one. A checkpoint that a second rank finds damaged, too, is set aside.
+    None if there never was one. A checkpoint is quarantined if a second rank finds it damaged, too.
 
-    step: load the checkpoint of this step, and no other.
+    step: load only the checkpoint of this step.
     Raises CheckpointError, and CoordinationError if the ranks cannot agree.
     """
     for attempt in range(ATTEMPTS):
@@ -190,15 +190,15 @@ def _load(
     load_from: Callable[[Path, Manifest], _Loaded],
     is_last: bool,
 ) -> tuple[_Report, _Loaded | None]:
-    """Read and check all that this rank needs, and report what it found.
+    """Read and check what this rank needs, and report the result.
 
-    is_last: report an error for a checkpoint that is gone.
+    is_last: whether a missing checkpoint is reported as an error.
     """
     path = folder.path / name
     try:
         manifest = read_manifest(path)
         loaded = load_from(path, manifest)
-    except Exception as error:  # the other ranks need to know
+    except Exception as error:  # reported, because the other ranks wait
         return _report_of(error, path, folder, is_last), None
     return _Report(status="intact", detail=manifest["crc32"], file="", host=_host()), loaded
 
@@ -242,13 +242,13 @@ def _decide(reports: Sequence[_Report], folder: ReadFolder) -> _Decision:
     return {"status": "intact", "detail": reports[0]["detail"], "readings": []}
 
 
-# --- a second rank reads what looks damaged
+# --- a second rank reads files that look damaged
 
 
 def _second_readings(reports: Sequence[_Report]) -> list[_SecondReading]:
-    """Choose for each damaged file a rank to read it: on another host, or another rank, or rank 0.
+    """Choose a second rank for each damaged file: on another host if possible, else another rank.
 
-    Ranks that have found no damage themselves come first.
+    Prefers ranks that have found no damage themselves; a single rank reads again itself.
     """
     first: dict[str, int] = {}
     for rank, report in enumerate(reports):
@@ -274,7 +274,7 @@ def _second_readings(reports: Sequence[_Report]) -> list[_SecondReading]:
 def _read_again(
     topic: str, ranks: StoreCommunicator, decision: _Decision, name: str, folder: ReadFolder
 ) -> _Decision:
-    """Return whether a checkpoint is damaged, or the rank that has read it is at fault."""
+    """Decide whether a checkpoint is damaged, or the rank that read it is at fault."""
     path, reports = folder.path / name, list[_Report]()
     for reading in decision["readings"]:
         if reading["second"] == ranks.rank:
@@ -283,7 +283,7 @@ def _read_again(
     def conclude(reports_by_rank: Sequence[list[_Report]]) -> _Decision:
         of_rank = [iter(reports) for reports in reports_by_rank]
         second = [next(of_rank[reading["second"]]) for reading in decision["readings"]]
-        for status in _PRECEDENCE[::-1]:  # damage that was found twice decides
+        for status in _PRECEDENCE[::-1]:  # damage that two ranks found decides
             for reading, report in zip(decision["readings"], second, strict=True):
                 if report["status"] == status:
                     detail = (
@@ -300,13 +300,13 @@ def _read_again(
 
 
 def _read_file(path: Path, name: str, folder: ReadFolder) -> _Report:
-    """Read a whole file, and report what was found."""
+    """Read a whole file, and report the result."""
     try:
         manifest = read_manifest(path)
         for entry in manifest["files"]:
             if entry["name"] == name:
                 check_file(path, entry)
-    except Exception as error:  # the other ranks need to know
+    except Exception as error:  # reported, because the other ranks wait
         return _report_of(error, path, folder, is_last=False)
     return {"status": "intact", "detail": manifest["crc32"], "file": name, "host": _host()}
 
@@ -339,7 +339,7 @@ _SHOWN_MISMATCHES = 8
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, read or restored.
 
-    From a Checkpointer it is the same on every rank.
+    A Checkpointer raises the same one on every rank.
     """
 
 
@@ -349,7 +349,7 @@ class PermanentError(CheckpointError):
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was loaded. state: as given to the load, restored."""
+    """A loaded checkpoint. state: the state passed to the load, restored."""
 
     step: int
     state: Any
@@ -358,25 +358,25 @@ class Restored:
 class RankMetadata(TypedDict, total=False):
     """The trees in a rank's file; see Packed."""
 
-    tree: Tree  # of the whole state; in the file of rank 0
-    own: dict[str, Tree]  # of the rank's PerRank parts
+    tree: Tree  # tree of the whole state; only in rank 0's file
+    own: dict[str, Tree]  # trees of the rank's PerRank parts
     random: Tree  # states of the rank's random number generators
-    versions: dict[str, str]  # in the file of rank 0
+    versions: dict[str, str]  # package -> version; only in rank 0's file
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint in memory that matches a state, which is not changed yet."""
+    """A checkpoint in memory that matches a state; the state is not changed yet."""
 
     step: int
     world_size: int
     restorer: Restorer
-    random: dict[str, Any] | None  # of this rank; None if another number of ranks saved it
+    random: dict[str, Any] | None  # None if another number of ranks saved the checkpoint
     versions: dict[str, str]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what decides the bits of a training."""
+    """Return the versions of the packages that decide the bits of a training."""
     return {"torch": torch.__version__, "Python": platform.python_version()}
 
 
@@ -398,11 +398,11 @@ def load(
     *,
     parts: Collection[str] | None = None,
 ) -> LoadedCheckpoint:
-    """Read and check a checkpoint, and compare it with the state. Nothing is changed yet.
+    """Read and check a checkpoint, and compare it with the state, which does not change yet.
 
-    rank: whose PerRank parts and buffers to take, if as many ranks saved it; None for rank 0's
-        buffers alone.
-    parts: keys of the saved state; default: all.
+    rank: use this rank's PerRank parts and buffers, if the number of ranks is as saved; None:
+        use rank 0's buffers, and no PerRank parts.
+    parts: keys of the saved state to load; default: all.
     Raises Damaged, Unreadable, StateError, OSError or CheckpointError.
     """
     contents = read_contents(folder, manifest, rank, world_size, parts, state)
@@ -425,11 +425,11 @@ def load(
 
 @dataclass(frozen=True)
 class Contents:
-    """What the files of a checkpoint hold for one rank."""
+    """The contents of a checkpoint's files for one rank."""
 
-    tree: Tree  # of the state, or of the chosen parts
-    part_names: list[str]  # all parts, if some were chosen
-    own: dict[str, Tree] | None  # as of Restorer
+    tree: Tree  # tree of the state, or of its chosen parts
+    part_names: list[str]  # names of all parts, if some were chosen
+    own: dict[str, Tree] | None  # see Restorer
     tensors: dict[str, Tensor]
     random: dict[str, Any] | None
     versions: dict[str, str]
@@ -443,7 +443,7 @@ def read_contents(
     parts: Collection[str] | None,
     state: Any = None,
 ) -> Contents:
-    """Read what one rank needs; arguments as for load()."""
+    """Read the contents that one rank needs; arguments as for load()."""
     files = manifest["files"]
     is_same_size = rank is not None and len(files) == world_size
     mine = rank if is_same_size and rank is not None else 0
@@ -460,7 +460,7 @@ def read_contents(
 
     entries = {entry["tensor"]: entry for entry in tensor_entries([tree, own])}
     found = layouts(state, tree) if "torch.distributed.tensor" in sys.modules else {}
-    # The comparison with the state reports other shapes.
+    # Another shape gets no layout here; the comparison with the state reports it.
     layout = {
         name: tensor_layout
         for name, tensor_layout in found.items()
@@ -488,14 +488,14 @@ def read_contents(
 def slices_by_file(
     manifest: Manifest, boxes: Mapping[str, Box], mine: int
 ) -> dict[int, list[tuple[list[str], Box | None]]]:
-    """Return what to read of each rank's file: the slices, and the tensors that have such a slice.
+    """Return what to read from each rank's file: names of tensors, and the slice they share.
 
-    boxes: what is needed of each tensor.
-    mine: the rank whose file has the tensors that every file has.
-    The slice is None where the file has the whole tensors.
+    boxes: the part of each tensor that is needed.
+    mine: the rank whose file provides the tensors that every file has.
+    The slice is None if the file has the whole tensors.
     """
     whole: dict[int, list[str]] = {}
-    alike: dict[tuple[int, Box], list[str]] = {}  # most tensors have a layout in common
+    alike: dict[tuple[int, Box], list[str]] = {}  # most tensors share a layout
     for name, box in boxes.items():
         if 0 in box.sizes:
             continue
@@ -516,7 +516,7 @@ def slices_by_file(
 
 
 def _cut(tree: Tree, parts: Collection[str]) -> tuple[Tree, list[str]]:
-    """Return the tree of a state with these parts alone, and the names of all its parts."""
+    """Return a state's tree with only these parts, and the names of all its parts."""
     content = tree.get("dict") if type(tree) is dict else None
     if type(content) is not dict:
         raise StateError("the saved state is no dictionary of parts. Load it with a Checkpointer")

@@ -1,9 +1,9 @@
-"""The lock of a folder of checkpoints: one job at a time saves into it.
+"""Lock a folder of checkpoints, so that one job at a time saves into it.
 
-A record lock (fcntl(2)): the kernel or the file server releases it when the process or its host
-ends, so that the lock of a dead job does not stand in the way. It belongs to the open file
-(F_OFD_SETLK), where the file system has such locks: a lock of the process (F_SETLK) would be lost
-when this process closes any descriptor of the file, as a backup of the folder does.
+This is a record lock (fcntl(2)). The kernel or the file server releases it when the process or its
+host ends, so a dead job's lock blocks nobody. It belongs to the open file (F_OFD_SETLK) if the file
+system has such locks. A lock of the process (F_SETLK) would be lost when this process closes any
+descriptor of the file, as a backup of the folder does.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 
 NAME = ".lock"
-_WAIT_SECONDS = 10.0  # the job before may be ending
+_WAIT_SECONDS = 10.0  # seconds; the previous job may be ending
 _PAUSE_SECONDS = 0.2
 
-# By path: the descriptor, and the Checkpointers of this process that use it.
+# path -> (file descriptor, number of Checkpointers in this process that use it)
 _held: dict[Path, tuple[int, int]] = {}
 
 
@@ -31,7 +31,7 @@ class FolderInUse(Exception):
 
 
 def acquire(folder: Path) -> bool:
-    """Lock a folder for this process; return False where its file system has no locks.
+    """Lock a folder for this process; return False if its file system has no locks.
 
     Raises FolderInUse after some seconds.
     """
@@ -44,11 +44,11 @@ def acquire(folder: Path) -> bool:
     while True:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError:  # in a folder that may only be read, nobody saves
+        except OSError:  # nobody can save into a read-only folder
             return False
         try:
             _lock(file)
-            if _is_file(path, file):  # not removed by its owner meanwhile
+            if _is_file(path, file):  # the owner has not removed it meanwhile
                 break
         except (BlockingIOError, PermissionError):
             if time.monotonic() > end:
@@ -65,7 +65,7 @@ def acquire(folder: Path) -> bool:
         os.close(file)
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
     text = f"pid {os.getpid()} on {socket.gethostname()}{f', job {job}' if job else ''}\n"
-    with contextlib.suppress(OSError):  # a full disk
+    with contextlib.suppress(OSError):  # the disk may be full
         os.ftruncate(file, 0)
         os.pwrite(file, text.encode(), 0)
     if path in _held:  # the folder was removed and made again
@@ -76,12 +76,12 @@ def acquire(folder: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether this process has locked the folder, and it is still the same one."""
+    """Whether this process has locked the folder, and nobody has replaced the folder since."""
     return _find(folder / NAME) is not None
 
 
 def release(folder: Path) -> None:
-    """Release the lock of a folder, once for each acquire()."""
+    """Release the lock of a folder; call it once for each acquire()."""
     path = folder / NAME
     held = _find(path) or path
     file, users = _held.pop(held, (-1, 0))
@@ -94,12 +94,12 @@ def release(folder: Path) -> None:
 
 
 def _find(path: Path) -> Path | None:
-    """Return under which name this process has locked a file, which may have several."""
+    """Return the path under which this process has locked a file; a file may have several."""
     return next((held for held, (file, _) in _held.items() if _is_file(path, file)), None)
 
 
 def _lock(file: int) -> None:
-    """Lock an open file, without waiting. Raises OSError."""
+    """Lock an open file without waiting. Raises OSError."""
     if hasattr(fcntl, "F_OFD_SETLK"):
         whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
         try:
@@ -113,7 +113,7 @@ def _lock(file: int) -> None:
 
 @functools.cache
 def _close_in_forked_children() -> None:
-    """Let no forked child hold a lock, such as a DataLoader worker that outlives this process."""
+    """Close locks in forked children: a DataLoader worker may outlive this process."""
     os.register_at_fork(after_in_child=_close_all)
 
 

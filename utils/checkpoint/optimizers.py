@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .entries import is_sharded, match_names, plain_key, show_path, unwrap, walk
 
 _NOT_SETTINGS = ("params", "param_names")
-# Attributes of torch's schedulers under other names than the arguments that they are made from.
+# Attributes of torch's schedulers whose name differs from the constructor's argument.
 _SETTINGS = frozenset(
     (
         "max_lrs",
@@ -29,9 +29,9 @@ _SETTINGS = frozenset(
 
 
 class ParameterNames:
-    """The names of the parameters in a state: of its modules, and of its tensors.
+    """The names of parameters in a state, from its modules and from its tensors.
 
-    A tensor of the state also names a parameter whose memory it shares, as those in state_dict().
+    A tensor of the state also names the parameter whose memory it shares, as in a state_dict().
     """
 
     def __init__(self, state: Any) -> None:
@@ -43,7 +43,7 @@ class ParameterNames:
             if isinstance(module, torch.nn.Module):
                 for name, parameter in module.named_parameters():
                     self._by_id.setdefault(id(parameter), show_path((*path, plain_key(name))))
-        for path, value in entries:  # later: a module's name counts where both have a parameter
+        for path, value in entries:  # after the modules, whose names take precedence
             if isinstance(value, Tensor):
                 self._by_id.setdefault(id(value), show_path(path))
                 if memory := _memory_of(value):
@@ -56,7 +56,7 @@ class ParameterNames:
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return what identifies the memory of a tensor; () where it has none of its own."""
+    """Return a key for the memory of a tensor; () if it has no memory of its own."""
     if is_sharded(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return ()
     if torch.nn.parameter.is_lazy(tensor) or not tensor.numel():
@@ -67,7 +67,7 @@ def _memory_of(tensor: Tensor) -> tuple[object, ...]:
 def describe_parameters(
     optimizer: torch.optim.Optimizer, names: ParameterNames
 ) -> list[list[list[Any]]]:
-    """Return name and shape of each parameter, by group, in the optimizer's own order."""
+    """Return the name and shape of each parameter, by group, in the optimizer's order."""
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
@@ -82,9 +82,9 @@ def describe_parameters(
 
 
 def unchecked_optimizers(state: Any) -> list[str]:
-    """Return the optimizers in a state that have parameters of one shape without names.
+    """Return the optimizers in a state that have unnamed parameters of the same shape.
 
-    A checkpoint cannot tell these parameters apart if they come in another order.
+    A checkpoint cannot tell such parameters apart if their order changes.
     """
     names, found = ParameterNames(state), []
     for path, optimizer in walk(state):
@@ -99,9 +99,9 @@ def unchecked_optimizers(state: Any) -> list[str]:
 def find_mismatch(
     optimizer: torch.optim.Optimizer, names: ParameterNames, saved: list[list[list[Any]]]
 ) -> str:
-    """Compare an optimizer's parameters with those of a checkpoint; return "" if they match.
+    """Return how an optimizer's parameters differ from a checkpoint's; "" if they match.
 
-    saved: what describe_parameters() returned when it was saved.
+    saved: the result of describe_parameters() at the save.
     """
     now = describe_parameters(optimizer, names)
     sizes, saved_sizes = [len(group) for group in now], [len(group) for group in saved]
@@ -113,7 +113,7 @@ def find_mismatch(
     for number, (group, saved_group) in enumerate(zip(now, saved, strict=True)):
         pairs = zip(group, saved_group, strict=True)
         for index, ((name, shape), (saved_name, saved_shape)) in enumerate(pairs):
-            here = same.get(name or "", name)  # under the name that was saved
+            here = same.get(name or "", name)  # its saved name
             renamed = here != saved_name and (
                 None not in (here, saved_name) or here in in_both or saved_name in in_both
             )
@@ -138,9 +138,9 @@ def changed_settings(
 ) -> list[str]:
     """Return the settings that differ from the saved ones: "optimizer: lr 0.01, here 0.1".
 
-    Where a scheduler changes the learning rate, the one that it began with is compared.
+    If a scheduler changes the learning rate, its initial learning rate is compared.
 
-    schedulers: those of the state; the momentum that one of them changes is not compared.
+    schedulers: all schedulers in the state. A momentum that one of them changes is not compared.
     """
     is_cycled = any(
         scheduler.optimizer is optimizer and _cycles_momentum(scheduler) for scheduler in schedulers
@@ -159,12 +159,12 @@ def changed_settings(
 def changed_schedule(scheduler: LRScheduler, saved: Mapping[str, Any], where: str) -> list[str]:
     """Return the settings of a scheduler that differ from the saved ones: "T_max 10, here 100".
 
-    Settings are what it was made with; how far it has come is none.
+    Settings are the scheduler's arguments; its progress is not a setting.
     """
     parameters = {name for cls in type(scheduler).__mro__ for name in _parameters_of(cls)}
     names = [name for name in saved if name in parameters | _SETTINGS and name != "last_epoch"]
     found = _differences(where, vars(scheduler), saved, names)
-    parts = getattr(scheduler, "_schedulers", ())  # of a SequentialLR or ChainedScheduler
+    parts = getattr(scheduler, "_schedulers", ())  # parts of a SequentialLR or ChainedScheduler
     saved_parts = zip(parts, saved.get("_schedulers", ()), strict=False)
     for number, (part, saved_part) in enumerate(saved_parts):
         found += changed_schedule(part, saved_part, f"{where} scheduler {number}")
@@ -210,7 +210,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     """Load an optimizer's state_dict() and keep the types of its tensors."""
     optimizer.load_state_dict(saved)
 
-    # load_state_dict() casts to the parameters' type: it rounds float32 averages of bfloat16 ones.
+    # load_state_dict() casts to the parameters' type: it would round float32 averages to bfloat16.
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

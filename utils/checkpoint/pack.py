@@ -1,7 +1,7 @@
-"""Take a training's state apart, into a plain tree for JSON and named tensors, and put it together.
+"""Take a training's state apart into a plain tree for JSON and named tensors, and rebuild it.
 
-Nothing is pickled, and reading never imports or calls what a file names. What a state may hold, and
-how it is restored:
+Nothing is pickled, and reading never imports or calls anything that a file names. A state may hold,
+and is restored:
 
 - In place, into the object at the same place of the state: objects with state_dict() and
   load_state_dict(), and tensors.
@@ -48,25 +48,25 @@ from .slices import Shard, shard_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Who writes a tensor: any rank, since it is equal on all; rank 0, as it has it; or each rank its
-# own: small buffers, and PerRank parts.
+# Who writes a tensor. common: any rank, since it is equal on all; main: rank 0; local: each rank, a
+# small buffer; mine: each rank, in a PerRank part.
 Kind = Literal["common", "main", "local", "mine"]
 
-_LONG = 64 << 10  # bytes; longer values are tensors of the file
-_MAX_LOCAL_BYTES = 1 << 20  # of a buffer: running statistics are smaller, masks are larger
+_LONG = 64 << 10  # bytes; longer values are stored as tensors
+_MAX_LOCAL_BYTES = 1 << 20  # larger buffers are masks, not running statistics
 _KEY_TYPES = (*ATOMS, int, str, bytes, tuple)
 
 
 @dataclass
 class Packed:
-    """A state as it is written: trees of plain data, and the tensors that they name."""
+    """A state as it is written: trees of plain data, and the tensors they refer to."""
 
     tree: Tree = None
-    own: dict[str, Tree] = field(default_factory=dict)  # trees of the PerRank parts, by place
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # by their names in the file
-    kinds: dict[str, Kind] = field(default_factory=dict)  # of these tensors
-    shards: dict[str, Shard] = field(default_factory=dict)  # of sharded tensors, by their names
-    # of the optimizers of replicated parameters: equal on all ranks
+    own: dict[str, Tree] = field(default_factory=dict)  # path of a PerRank part -> its tree
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # name in the file -> tensor
+    kinds: dict[str, Kind] = field(default_factory=dict)  # name in the file -> who writes it
+    shards: dict[str, Shard] = field(default_factory=dict)  # name in the file -> this rank's slice
+    # path -> settings of an optimizer of replicated parameters; they must be equal on all ranks
     settings: dict[str, Tree] = field(default_factory=dict)
 
     def of(self, *kinds: Kind) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ class Packed:
 def pack(state: Any, replicated: frozenset[int] = frozenset()) -> Packed:
     """Take a state apart. The tensors are not copied.
 
-    replicated: id() of the parameters that are equal on all ranks.
+    replicated: id() of each parameter that is equal on all ranks.
     Raises StateError for what cannot be saved.
     """
     packed = Packed()
@@ -87,11 +87,11 @@ def pack(state: Any, replicated: frozenset[int] = frozenset()) -> Packed:
 
 
 class _Packer:
-    """Builds the tree of a state. The argument `kind` is that of a value's tensors."""
+    """Builds the tree of a state. `kind` says who writes the tensors of a value."""
 
     def __init__(self, packed: Packed, replicated: frozenset[int], names: ParameterNames) -> None:
         self._packed, self._replicated, self._names = packed, replicated, names
-        self._named: dict[tuple[object, ...], str] = {}  # tensors that have a name already
+        self._named: dict[tuple[object, ...], str] = {}  # memory of a tensor -> its name
 
     def tree(self, value: Any, path: Path, kind: Kind) -> Tree:
         """Return the tree of a value."""
@@ -161,7 +161,7 @@ class _Packer:
     def _numpy(self, value: Any, path: Path, kind: Kind) -> Tree:
         import numpy
 
-        # writable: torch warns of others; the bytes of a contiguous array are not copied
+        # torch warns about arrays that are not writable; a contiguous array is not copied
         array = numpy.require(value, requirements=["C", "W"])
         tag = "array" if type(value) is numpy.ndarray else "numpy scalar"
         return {tag: self._tensor(torch.from_numpy(array), path, kind)}
@@ -190,7 +190,7 @@ class _Packer:
         return {"object": name, "state": self.tree(state, path, kind)}
 
     def _is_replicated(self, optimizer: torch.optim.Optimizer) -> bool:
-        # Optimizers of torch.distributed keep a different state on each rank.
+        # Optimizers in torch.distributed keep a different state on each rank.
         is_distributed = type(optimizer).__module__.startswith("torch.distributed")
         groups = optimizer.param_groups
         parameters = {id(parameter) for group in groups for parameter in group["params"]}
@@ -252,13 +252,13 @@ class _Packer:
         dtype = str(value.dtype).removeprefix("torch.")
         tree: dict[str, Tree] = {"tensor": name, "dtype": dtype, "shape": list(value.shape)}
         if not value.is_contiguous() and is_dense(value.shape, value.stride()):
-            tree["stride"] = list(value.stride())  # channels_last and the like
+            tree["stride"] = list(value.stride())  # such as channels_last
         return tree
 
     def _sharded(self, value: DTensor, path: Path) -> Tree:
         shard = shard_of(value, path)
         memory = (shard.local.untyped_storage().data_ptr(), value.shape, value.dtype)
-        name = self._named.get(memory) if memory[0] else None  # tied weights
+        name = self._named.get(memory) if memory[0] else None  # tied weights are written once
         if name is None:
             name = self._named[memory] = self._free_name(show_path(path, "state"))
             self._packed.shards[name] = shard
@@ -266,7 +266,8 @@ class _Packer:
         return {"tensor": name, "dtype": dtype, "shape": list(value.shape), "sharded": True}
 
     def _free_name(self, name: str) -> str:
-        # {"a": {"b": x}, "a/b": y}, or the keys 1 and "1". safetensors reserves "__metadata__".
+        # Names clash in {"a": {"b": x}, "a/b": y}, or for the keys 1 and "1"; safetensors
+        # reserves "__metadata__".
         taken = (self._packed.tensors, self._packed.shards, {"__metadata__"})
         free, count = name, 1
         while any(free in names for names in taken):
@@ -276,18 +277,18 @@ class _Packer:
 
 
 def _is_json_value(value: Any) -> bool:
-    """Return whether JSON holds a value unchanged, in the header of the file."""
+    """Whether JSON in the file's header stores a value unchanged."""
     cls = type(value)
     if cls is int:
         return bool(-(2**63) <= value < 2**64)
     return cls is str or cls in ATOMS
 
 
-_OBJECT_TAGS = ("object", "per rank")  # restored into an object of the given state
+_OBJECT_TAGS = ("object", "per rank")  # restored into an existing object of the state
 
 
 def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what pack() took apart; an object is returned as its state_dict().
+    """Rebuild a value from pack()'s output; an object becomes its state_dict().
 
     Raises StateError for a tree that pack() does not write.
     """
@@ -299,7 +300,7 @@ class Unpacker:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._strided: dict[str, Tensor] = {}  # so that one tensor stays one
+        self._strided: dict[str, Tensor] = {}  # name -> tensor: a tensor used twice stays one
 
     def value(self, tree: Tree, path: Path) -> Any:
         """Return the value of a tree. Raises StateError, with the name of the entry."""
@@ -356,7 +357,7 @@ class Unpacker:
         raise ValueError(f"expected plain data where it has {tag[:100]!r}")
 
     def pairs(self, tree: dict[str, Tree], path: Path) -> list[tuple[Any, Tree]]:
-        """Return keys and trees of a mapping."""
+        """Return the keys of a mapping, and the tree of each value."""
         content = tree[tag_of(tree)]
         if type(content) is dict:
             return list(content.items())
@@ -382,18 +383,18 @@ class Unpacker:
 
 
 def tag_of(tree: Tree) -> str:
-    """Return the first key of a tree, which identifies what it holds; "" for plain data."""
+    """Return the first key of a tree, which names its kind; "" for plain data."""
     return next(iter(tree), "?") if type(tree) is dict else ""
 
 
 def kind_of(tree: Tree) -> str:
-    """Return what a tree holds, for messages."""
+    """Return the kind of value in a tree, for messages."""
     tag = tag_of(tree) or type(tree).__name__
     return str(tree[tag])[:100] if tag == "object" else tag[:100]
 
 
 def holds_objects(tree: Tree) -> bool:
-    """Return whether a tree holds, at any depth, what can only be restored into an object."""
+    """Whether a tree contains, at any depth, a value that needs an object to be restored into."""
     if type(tree) is list:
         return any(holds_objects(item) for item in tree if type(item) in (list, dict))
     if type(tree) is not dict:

@@ -1,4 +1,4 @@
-"""Write and read one rank's file: safetensors, whose checksums are in the manifest."""
+"""Write and read one rank's file in safetensors format; the manifest has its checksums."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .format import (
 )
 
 _TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
-_DIGITS = 8  # of a checksum
-_KEY = "ddpkit"  # of the kit's part in the metadata of a file
+_DIGITS = 8  # hexadecimal digits of a checksum
+_KEY = "ddpkit"  # key of the kit's entry in a file's metadata
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of a rank's file holds."""
+    """The contents of a rank file's header."""
 
     metadata: Any
     places: dict[str, TensorPlace]
@@ -52,8 +52,8 @@ def write_rank_file(
 ) -> FileEntry:
     """Write one rank's file, sync it, and return its entry for the manifest.
 
-    places: the tensors in `data`, without gaps.
-    data: uint8 on the CPU.
+    places: positions of the tensors in `data`, without gaps.
+    data: all bytes, as uint8 on the CPU.
     """
     header = memoryview(render_header(places, {_KEY: json.dumps(metadata)}))
     try:
@@ -71,9 +71,9 @@ def write_rank_file(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into one safetensors file, which replaces an older one when it is complete.
+    """Write tensors into a safetensors file; a complete file replaces an older one.
 
-    Raises ValueError for a type that safetensors does not have.
+    Raises ValueError for a type that safetensors lacks.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in SAFETENSORS_TYPES:
@@ -101,7 +101,7 @@ def read_header(folder: Path, entry: FileEntry) -> Header:
 
 
 def read_tensors(folder: Path, entry: FileEntry) -> dict[str, Tensor]:
-    """Return all tensors of a file, checked; those that safetensors does not have as bytes.
+    """Return all tensors of a file, checked. Types that safetensors lacks are returned as bytes.
 
     Raises Damaged, Unreadable or OSError.
     """
@@ -126,7 +126,7 @@ def check_file(folder: Path, entry: FileEntry) -> None:
 
 
 def allocate(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return memory for a tensor. Raises Unreadable where there is not enough."""
+    """Return memory for a tensor. Raises Unreadable if there is not enough."""
     try:
         return torch.empty(tuple(sizes), dtype=dtype)
     except (RuntimeError, MemoryError):
@@ -137,9 +137,9 @@ def allocate(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def read_data(folder: Path, entry: FileEntry, pieces: Collection[tuple[int, memoryview]]) -> None:
-    """Fill each piece of memory with the bytes from a place in the data of a file on.
+    """Fill each piece of memory with a file's data, from the given offset on.
 
-    The blocks that the pieces are in are read once each, and checked. Raises Damaged or OSError.
+    Each block that contains a piece is read once, and checked. Raises Damaged or OSError.
     """
     pieces_by_block: dict[int, list[tuple[int, memoryview]]] = {}
     for start, view in sorted(pieces, key=lambda piece: piece[0]):
@@ -152,7 +152,7 @@ def read_data(folder: Path, entry: FileEntry, pieces: Collection[tuple[int, memo
         end = min(begin + BLOCK_BYTES, data_bytes)
         views = []
         for start, view in [*pieces_by_block[number], (end, memoryview(b""))]:
-            if start > position:  # bytes that are read for the checksum only
+            if start > position:  # bytes read only for the checksum
                 views.append(memoryview(bytearray(start - position)))
             piece = view[max(begin - start, 0) : max(end - start, 0)]
             views.append(piece)
@@ -161,7 +161,7 @@ def read_data(folder: Path, entry: FileEntry, pieces: Collection[tuple[int, memo
         _read_block(file, entry, entry["header_size"] + begin, views, expected)
 
     with _opened(folder, entry) as file, ThreadPoolExecutor(2) as readers:
-        # One thread computes a checksum while the other reads.
+        # Two threads: one computes a checksum while the other reads.
         for _ in readers.map(read_and_check, pieces_by_block):
             pass
 
@@ -209,7 +209,7 @@ def _opened(folder: Path, entry: FileEntry) -> Iterator[int]:
 def _read_block(
     file: int, entry: FileEntry, start: int, views: Sequence[memoryview], expected: str
 ) -> None:
-    """Fill the memory with the bytes of a file from `start` on, which have one checksum."""
+    """Fill memory with one block of a file, which starts at `start`, and check its checksum."""
     position, crc = start, 0
     for view in views:
         done = 0
@@ -228,21 +228,21 @@ BLOCK_BYTES = 4 << 20
 
 
 def checksum(block: memoryview) -> str:
-    """Return the CRC-32 of some bytes as 8 hexadecimal digits."""
+    """Return the CRC-32 of a block as 8 hexadecimal digits."""
     return f"{zlib.crc32(block):08x}"
 
 
 def checksums(data: memoryview) -> str:
-    """Return the checksums of all blocks, one after the other."""
+    """Return the checksums of all blocks, joined."""
     starts = range(0, len(data), BLOCK_BYTES)
     return "".join(checksum(data[start : start + BLOCK_BYTES]) for start in starts)
 
 
 class BackgroundChecksums:
-    """Computes the checksums of some memory in a thread, from start() on.
+    """Computes the checksums of a piece of memory in a thread.
 
-    The main thread makes this object: no other thread can start threads while the interpreter
-    shuts down.
+    The main thread must create it: while the interpreter shuts down, no other thread can start
+    one.
     """
 
     def __init__(self, data: Callable[[], Tensor]) -> None:
@@ -253,11 +253,11 @@ class BackgroundChecksums:
         self._thread.start()
 
     def start(self) -> None:
-        """Begin. Later calls do nothing."""
+        """Start the computation. Later calls do nothing."""
         self._started.set()
 
     def result(self) -> str:
-        """Wait, and return the checksums of all blocks. start() must have been called."""
+        """Wait, and return the checksums of all blocks. Call start() first."""
         self._thread.join()
         if isinstance(self._result, Exception):
             raise self._result

@@ -46,12 +46,11 @@ def load_part(
 ) -> Restored | None:
     """Load the parts of a checkpoint that `state` names, such as {"model": model}.
 
-    Nothing else is read. The parts are restored in place, as by Checkpointer.load_latest().
-    Buffers are those of rank 0. Random number generators, PerRank parts and the folder do not
-    change.
+    Nothing else is read. The parts are restored in place, as by Checkpointer.load_latest(), with
+    rank 0's buffers. Random number generators, PerRank parts and the folder do not change.
 
-    step: a step that has to be there and intact. Default: the newest intact one; None is returned
-        if the folder never had one.
+    step: load this step, which must exist and be intact. Default: the newest intact one; returns
+        None if the folder never had one.
     Raises CheckpointError.
     """
     if type(state) is not dict:
@@ -80,7 +79,7 @@ def export_safetensors(
     existing file is replaced when the new one is complete. Returns the step.
 
     part: key in the saved state.
-    step: default: the newest that is intact.
+    step: default: the newest intact one.
     Raises CheckpointError.
     """
 

@@ -49,18 +49,18 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class Restorer:
-    """Compares a checkpoint with a state without changing it; then restore() changes it.
+    """Compares a checkpoint with a state without changing it; restore() then changes it.
 
     own: the trees of this rank's PerRank parts; None if another number of ranks saved them.
-    Raises StateError for a checkpoint that no state matches. `mismatches` lists what this state
-    has and the checkpoint does not have, or the other way round.
+    Raises StateError for a checkpoint that no state matches. `mismatches` lists entries that only
+    the state has, or only the checkpoint.
     """
 
     def __init__(
         self, state: Any, tree: Tree, tensors: Mapping[str, Tensor], own: dict[str, Tree] | None
     ) -> None:
         self.mismatches: list[str] = []
-        self.changes: list[str] = []  # settings that the checkpoint has otherwise, and replaces
+        self.changes: list[str] = []  # settings whose saved value replaces another one
         self._own = own
         self._actions: list[tuple[Path, Callable[[], object]]] = []
         self._by_memory: dict[tuple[object, ...], tuple[Path, Tensor]] = {}
@@ -83,7 +83,7 @@ class Restorer:
         return _put(self._state, self._result)
 
     def _match(self, state: Any, tree: Tree, path: Path) -> Any:
-        """Compare an entry, note how to restore it, and return what then stands in its place."""
+        """Compare an entry, note how to restore it, and return its value after the restore."""
         tag, inner = tag_of(tree), unwrap(state)
         if isinstance(state, PerRank):
             return self._match_per_rank(state, tree, path)
@@ -118,17 +118,17 @@ class Restorer:
         return PerRank(self._match(state.value, self._own[place], path))
 
     def _match_container(self, state: Any, tree: Tree, path: Path) -> Any:
-        """Compare a container that holds objects, so that all of it has to match."""
+        """Compare a container that holds objects; all its keys have to match."""
         tag = tag_of(tree)
         if isinstance(state, dict) and tag in MAPPINGS:
             saved = dict(self._saved.pairs(tree, path))
-            needed = {  # PerRank parts may be left out of the state
+            needed = {  # the state may lack PerRank parts
                 key: item
                 for key, item in saved.items()
                 if key in state or tag_of(item) != "per rank"
             }
             self._compare_keys(path, state, needed)
-            # in the order of the file, which is the order of messages and actions
+            # In the order of the file, so that messages and actions keep that order.
             found = {
                 key: self._match(state[key], item, (*path, key))
                 for key, item in saved.items()
@@ -165,7 +165,7 @@ class Restorer:
         return state
 
     def _compare_tensors(self, state: Tensor, saved: Tensor, path: Path) -> None:
-        """Note why saved values cannot be copied into a tensor of the state, or not stay there."""
+        """Note why saved values cannot be copied into a tensor of the state, or would not stay."""
         check_tensor(state, path)
         if _type_and_shape(state) != _type_and_shape(saved):
             self._mismatch(
@@ -215,7 +215,7 @@ class Restorer:
         self._actions.append((path, lambda: load_optimizer(state, saved)))
 
     def _match_module(self, module: torch.nn.Module, tree: dict[str, Tree], path: Path) -> Any:
-        """Compare a module; return the state_dict() that it is to load."""
+        """Compare a module; return the state_dict() to load into it."""
         check_module(module, path)
         own: dict[str, Any] = state_of(module, path)
         if tag_of(tree["state"]) not in MAPPINGS:
@@ -227,7 +227,7 @@ class Restorer:
             trees[name] = trees.pop(saved_name)
         self._compare_keys(path, keys, trees)
         saved: Any = type(own)()
-        # which version of a module's class wrote them
+        # _metadata holds the version of each module's class.
         saved._metadata = getattr(own, "_metadata", {})
         for plain, key in keys.items():
             if plain in trees:
@@ -235,7 +235,7 @@ class Restorer:
         return saved
 
     def _match_module_entry(self, key: str, value: Any, tree: Tree, path: Path) -> Any:
-        """Compare an entry of a module's state_dict(); return what the module is to load."""
+        """Compare an entry of a module's state_dict(); return the value to load."""
         # load_state_dict() copies tensors, but keeps an extra state as it is.
         if not isinstance(value, Tensor) or key.endswith("_extra_state"):
             return self._saved.value(tree, path)
@@ -272,9 +272,9 @@ def _holds_objects(state: Any) -> bool:
 
 
 def _changed_types(state: Any, saved: Any, path: Path) -> list[str]:
-    """Return the plain values whose type is not the saved one: "epoch: text '3', here 3".
+    """Return plain values whose type differs from the saved one: "epoch: text '3', here 3".
 
-    None becomes anything, and numbers of all types are alike: a best loss begins as infinity.
+    None may become any type. Numbers of all types match: a best loss may begin as infinity.
     """
     if isinstance(state, dict) and isinstance(saved, dict):
         return [
@@ -295,9 +295,9 @@ def _changed_types(state: Any, saved: Any, path: Path) -> list[str]:
 def _put(state: Any, restored: Any) -> Any:
     """Put restored data into the containers and numpy arrays of the state.
 
-    Returns what now stands in its place. Dicts, lists and arrays of the same shape and type keep
-    their identity. What cannot change, such as numbers, strings and arrays of another shape, is
-    replaced in the container that holds it.
+    Returns the result. Dicts, lists and arrays of the same shape and type keep their identity.
+    Values that cannot change in place, such as numbers, strings and arrays of another shape, are
+    replaced in their container.
     """
     if restored is state or type(restored) is not type(state):
         return restored

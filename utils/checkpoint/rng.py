@@ -1,7 +1,7 @@
 """Save and restore the global random number generators of a rank.
 
-They belong to Python, torch, the GPU and numpy. A generator that the script made itself belongs in
-the state that it saves.
+These are Python's, torch's, the GPU's and numpy's. Put a generator that the script creates itself
+into the state that it saves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .pack import unpack
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
-    """Yield name and torch module of each accelerator that this process uses."""
+    """Yield the name and torch module of each accelerator that this process uses."""
     for name in ("cuda", "xpu"):
         module = getattr(torch, name)
         if module.is_available() and module.is_initialized():
@@ -26,7 +26,7 @@ def _devices() -> Iterator[tuple[str, Any]]:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of this rank's generators as plain data; numpy's where it is imported."""
+    """Return the generators' states as plain data; numpy's only if numpy is imported."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "torch": _to_bytes(torch.get_rng_state()),
@@ -40,7 +40,7 @@ def random_states() -> dict[str, Any]:
 
 
 def read_random_states(tree: Tree) -> dict[str, Any]:
-    """Return what random_states() returned, from its tree in a file.
+    """Return the result of random_states() from its tree in a file.
 
     Raises StateError for states that cannot be set.
     """
@@ -57,7 +57,7 @@ def read_random_states(tree: Tree) -> dict[str, Any]:
             elif name == "torch":
                 torch.Generator().set_state(_from_bytes(state))
             elif name == "numpy" and (numpy := sys.modules.get("numpy")) is not None:
-                if not 0 <= state[2] <= 624:  # numpy would read that memory
+                if not 0 <= state[2] <= 624:  # otherwise numpy would read beyond its array
                     raise ValueError("its position is outside the generator's state")
                 numpy.random.RandomState().set_state(tuple(state))
             elif type(state) not in (bytes, list):
@@ -71,7 +71,7 @@ def read_random_states(tree: Tree) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> list[str]:
-    """Set the generators. Return the names of those that this process does not have."""
+    """Set the generators. Return the names of generators that this process does not have."""
     devices, missing = dict(_devices()), []
     for name, state in states.items():
         if name == "python":

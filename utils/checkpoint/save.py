@@ -1,4 +1,4 @@
-"""Write one checkpoint from all ranks: what a save does in the background thread of each rank."""
+"""Write one checkpoint from all ranks, in a background thread on each rank."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from .rank_file import BackgroundChecksums, write_rank_file
 from .slices import Box
 from .snapshot import ReplicaSample, Snapshot, find_divergence
 
-# 0: this save may be tried again. 1: it would fail again. 2: so would every later save, because it
-# is an error of the script and not of the disk.
+# How long an error lasts. _TEMPORARY: a retry may succeed. _FINAL: this save would fail again.
+# _PERMANENT: so would every later save, because the script is wrong and not the disk.
 _TEMPORARY, _FINAL, _PERMANENT = range(3)
-_Failure = tuple[int, str]  # one of these, and the message
+_Failure = tuple[int, str]  # (one of these, message)
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One save of this rank, whose tensors are in the snapshot."""
+    """This rank's part of one save; its tensors are in the snapshot."""
 
     step: int
-    turn: int  # number of this save among all saves and loads
-    start: float  # time.monotonic()
+    turn: int  # counts saves and loads
+    start: float  # time.monotonic() at the call
     checksums: BackgroundChecksums
     metadata: RankMetadata
-    digest: str  # of the step, names, shapes and types, which have to be equal on all ranks
-    sample: ReplicaSample  # of the values that have to be equal on all ranks
-    whole: list[str]  # tensors of its file that all ranks restore
-    sharded: dict[str, int]  # sharded tensors, and the numbers of their layouts
-    boxes: list[Box | None]  # by layout, the slice that this rank writes
+    digest: str  # covers step, names, shapes and types; must be equal on all ranks
+    sample: ReplicaSample  # sample of values that must be equal on all ranks
+    whole: list[str]  # tensors in this rank's file that all ranks restore
+    sharded: dict[str, int]  # sharded tensor -> index of its layout
+    boxes: list[Box | None]  # layout -> slice that this rank writes
     metric: float | None
-    retry_until: float  # time.monotonic() of rank 0
+    retry_until: float  # rank 0's time.monotonic()
 
 
 @dataclass(frozen=True)
 class RefusedJob:
-    """The place of a save on a rank whose state cannot be saved, so that all ranks learn why."""
+    """Stands for a save that a rank cannot join, because its state cannot be saved."""
 
     turn: int
     problem: str
@@ -55,39 +55,39 @@ class RefusedJob:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What the ranks agreed on. error: None if the checkpoint is safe on disk."""
+    """The result of a save, equal on all ranks. error: None if the checkpoint is safe."""
 
     error: CheckpointError | None
-    try_again: bool  # whether there is time to save this step again
+    try_again: bool  # whether there is time for a retry
 
 
 class _Begun(TypedDict):
-    """What rank 0 sends before the files are written."""
+    """The message of rank 0 before the files are written."""
 
     temporary: str  # name of the temporary folder
     failure: _Failure | None
 
 
 class SaveReport(TypedDict, total=False):
-    """What each rank reports after it has written its file: a failure, or all others."""
+    """A rank's report after it has written its file: `failure`, or all other fields."""
 
     failure: _Failure | None
     entry: FileEntry
-    whole: list[str]  # as of SaveJob
+    whole: list[str]  # see SaveJob
     boxes: list[Box | None]
     digest: str
-    replicas: str  # digests of a ReplicaSample
+    replicas: str  # ReplicaSample.digests()
 
 
 class _Decision(TypedDict):
-    """What rank 0 decides when all ranks have reported."""
+    """The decision of rank 0 when all ranks have reported."""
 
     failure: _Failure | None
     try_again: bool
 
 
 def check_calls(calls: CallsOfAllRanks, step: int) -> None:
-    """Raise PermanentError if other ranks do not call save(), on rank 0 while it waits."""
+    """Raise PermanentError if some ranks do not call save(). Rank 0 calls this while it waits."""
     remedy = (
         "expected a call on all ranks, each of which writes its part. Call it on all ranks at the "
         "same step, not under `if job.is_main`"
@@ -106,9 +106,9 @@ def write_checkpoint(
 ) -> SaveResult:
     """Write this rank's part of a checkpoint; rank 0 commits it when all ranks are done.
 
-    reported: called when this rank is done and only waits for the others.
-    Raises CoordinationError if the ranks cannot agree, and PermanentError on rank 0 if others do
-    not call save().
+    reported: called when this rank is done, and only waits for the others.
+    Raises CoordinationError if the ranks cannot agree. On rank 0, raises PermanentError if other
+    ranks do not call save().
     """
     topic = f"save {job.turn}"
     begun = ranks.broadcast(f"{topic} folder", lambda: _begin(job, folder))
@@ -117,7 +117,7 @@ def write_checkpoint(
     if begun["failure"] is None:
         try:
             report = _write_file(job, snapshot, temporary / rank_file_name(ranks.rank))
-        except Exception as error:  # the other ranks need to know
+        except Exception as error:  # reported, because the other ranks wait
             report = SaveReport(failure=_explain(error, job, folder))
     reported()
 
@@ -131,7 +131,7 @@ def write_checkpoint(
     except PermanentError:
         folder.discard(temporary)
         raise
-    finally:  # also where another rank has not reported: it may still be writing
+    finally:  # rank 0 decides first: another rank may still be writing
         folder.end(temporary)
     if ranks.rank == 0:
         ranks.forget(f"{topic} folder")
@@ -219,7 +219,7 @@ def make_manifest(job: SaveJob, reports: Sequence[SaveReport]) -> Manifest:
 
 
 def _compare(job: SaveJob, reports: Sequence[SaveReport]) -> None:
-    """Raise PermanentError if a rank saves another state than rank 0."""
+    """Raise PermanentError if a rank's state differs from rank 0's."""
     replicas = [report["replicas"] for report in reports]
     for rank, report in enumerate(reports):
         is_same_size = len(replicas[rank]) == len(replicas[0])
@@ -241,7 +241,7 @@ def _accepted(job: SaveJob | RefusedJob) -> SaveJob:
 
 def _explain(error: Exception, job: SaveJob | RefusedJob, folder: CheckpointFolder) -> _Failure:
     what = f"cannot save step {job.step}"
-    if isinstance(error, StateError):  # of a RefusedJob
+    if isinstance(error, StateError):  # from a RefusedJob
         return _FINAL, str(error)
     if isinstance(error, LaterStep | FolderInUse):
         return _PERMANENT, str(error)

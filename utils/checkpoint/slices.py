@@ -1,8 +1,8 @@
-"""Which part of a sharded tensor each rank holds, and how a tensor is put together from parts.
+"""Find each rank's part of a sharded tensor, and put a tensor together from parts.
 
-A sharded tensor is a DTensor, as fully_shard() and tensor parallelism make them. Each of its slices
-is a box: the offsets of its first element in the whole tensor, and its sizes. It is written once:
-of the ranks that hold equal slices (HSDP), the first one writes it.
+A sharded tensor is a DTensor from fully_shard() or tensor parallelism. Each of its slices is a box:
+the offsets of its first element in the whole tensor, and its sizes. It is written once: if several
+ranks hold equal slices (HSDP), the first of them writes it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Box(NamedTuple):
-    """A part of a tensor."""
+    """A box-shaped part of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def overlap(self, other: Box) -> Box:
-        """Return what two boxes of one tensor share; its sizes are 0 if that is nothing."""
+        """Return the intersection of two boxes of one tensor; its sizes have a 0 if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = map(max, starts, map(min, self.ends(), other.ends()))
         return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
@@ -36,23 +36,23 @@ class Box(NamedTuple):
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def of(self, tensor: Tensor, held: Box) -> Tensor:
-        """Return the view of this box in a tensor that holds the box `held`."""
+        """Return a view of this box in a tensor that holds the box `held`."""
         for dimension, (start, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dimension, start - held.offsets[dimension], size)
         return tensor
 
 
 class Shard(NamedTuple):
-    """What this rank holds of a sharded tensor."""
+    """This rank's part of a sharded tensor."""
 
     local: Tensor
     box: Box
-    is_written: bool  # by this rank
-    layout: tuple[object, ...]  # equal for tensors of which every rank holds equal slices
+    is_written: bool  # whether this rank writes it
+    layout: tuple[object, ...]  # equal for two tensors if every rank holds equal slices of both
 
 
 def shard_of(value: DTensor, path: Path) -> Shard:
-    """Return this rank's part of a sharded tensor. StateError for a layout without one box."""
+    """Return this rank's part of a sharded tensor. Raises StateError if it is not one box."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import Shard as Sharded
 
@@ -68,7 +68,7 @@ def shard_of(value: DTensor, path: Path) -> Shard:
     local = value.to_local()
     chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call]  # as torch.distributed.checkpoint finds it
     box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if chunks else None
-    if box is None or box.sizes != tuple(local.shape):  # an empty part
+    if box is None or box.sizes != tuple(local.shape):  # the part is empty
         box = Box((0,) * local.dim(), tuple(local.shape))
     copies = [
         number
@@ -107,9 +107,9 @@ def tensor_entries(tree: Tree) -> Iterator[dict[str, Any]]:
 
 
 def layouts(state: Any, tree: Tree) -> dict[str, DTensor]:
-    """Return the tensors of a state whose layouts the saved ones get, by the names of these.
+    """Return saved tensor name -> tensor of the state whose layout it gets.
 
-    An optimizer that has made no step has no state yet: it gets the layout of its parameters.
+    An optimizer that has made no step has no state yet: its parameters' layout is used.
     """
     found: dict[str, DTensor] = {}
     for path, value in walk(state):
@@ -148,7 +148,7 @@ def _pairs(tree: Tree) -> list[tuple[Any, Tree]]:
 
 
 def _at(tree: Tree, path: Path) -> Tree:
-    """Return the tree at a place of the state; None where there is none."""
+    """Return the tree at a path; None if there is none."""
     for key in path:
         if type(tree) is dict and "tuple" in tree:
             tree = tree["tuple"]
@@ -160,10 +160,10 @@ def _at(tree: Tree, path: Path) -> Tree:
 
 
 class Needed:
-    """What a rank needs of a saved tensor, and what it has read of it.
+    """The part of a saved tensor that a rank needs, and the data read so far.
 
     entry: the tree of the tensor, with "tensor", "dtype" and "shape".
-    layout: the sharded tensor of the state whose layout it gets, or None for the whole tensor.
+    layout: a sharded tensor of the state, whose layout it gets; None for the whole tensor.
     """
 
     def __init__(self, entry: Mapping[str, Any], layout: DTensor | None) -> None:
@@ -176,10 +176,10 @@ class Needed:
         self._parts: list[tuple[Box, Tensor]] = []
 
     def piece(self, held: Box | None, start: int) -> tuple[int, memoryview]:
-        """Return where to read from a slice that a file holds, and the memory for it.
+        """Return the offset to read from in a file that holds a slice, and the memory to fill.
 
         held: the slice; None for the whole tensor.
-        start: the first byte of the slice in the data of the file.
+        start: offset of the slice's first byte in the file's data.
         """
         held = held or self._whole
         shared = self.box.overlap(held)
@@ -187,7 +187,7 @@ class Needed:
         self._missing -= place.numel()
         if held == self.box:
             return start, memory(place)
-        if self.box.sizes[1:] == shared.sizes[1:] == held.sizes[1:]:  # some rows of it
+        if self.box.sizes[1:] == shared.sizes[1:] == held.sizes[1:]:  # contiguous rows of the slice
             rows = shared.offsets[0] - held.offsets[0]
             return start + rows * place[0].nbytes, memory(place)
         part = allocate(held.sizes, self._local.dtype)
@@ -195,14 +195,14 @@ class Needed:
         return start, memory(part)
 
     def copy_parts(self) -> None:
-        """Copy from the slices that were read whole."""
+        """Copy the needed parts out of slices that were read whole."""
         for held, part in self._parts:
             shared = self.box.overlap(held)
             shared.of(self._local, self.box).copy_(shared.of(part, held))
         self._parts.clear()
 
     def tensor(self) -> Tensor:
-        """Return the tensor. Raises StateError if the slices did not cover it."""
+        """Return the tensor. Raises StateError if the slices do not cover it."""
         if self._missing:
             raise StateError(f"{self.name}: the checkpoint lacks {self._missing} of its elements")
         return self._local if self._layout is None else like(self._layout, self._local)

@@ -1,10 +1,10 @@
-"""Copy tensors into memory that is kept from save to save, and share that work between the ranks.
+"""Copy tensors into memory that is reused by every save, and share the writing between ranks.
 
 A rank other than 0 writes a tensor for all ranks only if the state shows that
-DistributedDataParallel keeps it equal on them. Whether it is equal is seen by samples of every
-tensor (ReplicaSample). Ranks diverge when a script calls model(x) instead of ddp(x), or when an
-optimizer has another learning rate on one rank. Almost every element differs then. Buffers are not
-compared: the running statistics of BatchNorm differ between ranks.
+DistributedDataParallel keeps it equal on them. Samples of every tensor (ReplicaSample) check that.
+Ranks diverge if a script calls model(x) instead of ddp(x), or if an optimizer has another learning
+rate on one rank; then almost every element differs. Buffers are not compared: BatchNorm's running
+statistics differ between ranks.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from .entries import PerRank, walk
 from .format import TensorPlace, place_tensors
 from .pack import Packed
 
-MIN_SHARE_BYTES = 32 << 20  # a smaller part is not worth another writer
+MIN_SHARE_BYTES = 32 << 20  # bytes; a smaller part is not worth another writer
 
 
 def replicated_parameters(state: Any) -> frozenset[int]:
     """Return the id() of each parameter that DistributedDataParallel keeps equal on all ranks.
 
-    The state has to hold that module, also inside others, and an optimizer of its parameters: the
-    copy of such a module in an average of the weights is one, too, but no gradients keep it equal.
+    The state must contain that module, possibly inside others, and an optimizer of its parameters.
+    A copy of the module in an average of weights has no optimizer: no gradients keep it equal.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return frozenset()
     values = [value for _, value in walk(state)]
     per_rank = (value.value for value in values if isinstance(value, PerRank))
-    own = {id(value) for part in per_rank for _, value in walk(part)}  # as of a sharded optimizer
+    own = {id(value) for part in per_rank for _, value in walk(part)}  # such as a sharded optimizer
     optimizers = (
         value
         for value in values
@@ -64,9 +64,9 @@ def _exchanged(ddp: DistributedDataParallel) -> set[int]:
         for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
         if parameter.requires_grad and name not in ddp.parameters_to_ignore
     }
-    if not hasattr(ddp, "logger"):  # delay_all_reduce_named_params has all parameters
+    if not hasattr(ddp, "logger"):  # delay_all_reduce_named_params names all parameters
         return set()
-    # There is no public list. Parameters that were frozen or absent when the module was wrapped
+    # torch has no public list. Parameters that were frozen or absent when the module was wrapped
     # are not exchanged, and a communication hook may leave different gradients.
     data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     is_complete = data["total_parameter_size_bytes"] == sum(parameters.values())
@@ -77,8 +77,8 @@ def _exchanged(ddp: DistributedDataParallel) -> set[int]:
 def share_out(packed: Packed, rank: int, world_size: int) -> dict[str, Tensor]:
     """Return the tensors that this rank writes for all ranks.
 
-    Rank 0 writes its own tensors. The common tensors are distributed, largest first, each to the
-    rank that has least so far. Every rank computes the same distribution.
+    Rank 0 writes its own tensors. The common tensors go to the ranks in order of size, each to
+    the rank that has the fewest bytes so far. Every rank computes the same distribution.
     """
     common, share = packed.of("common"), packed.of("main", "local") if rank == 0 else {}
     common_bytes = sum(tensor.nbytes for tensor in common.values())
@@ -96,9 +96,9 @@ def share_out(packed: Packed, rank: int, world_size: int) -> dict[str, Tensor]:
 
 
 class Snapshot:
-    """Memory for one copy of tensors.
+    """Memory for a copy of tensors.
 
-    It is kept, because memory that was touched before is written several times as fast.
+    It is reused, because writing to memory that was touched before is several times as fast.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Snapshot:
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors, which may change as soon as this returns.
 
-        Copies from a GPU may still be running then: see bytes().
+        Copies from a GPU may still be running then; bytes() waits for them.
         """
         self.places = place_tensors(tensors)
         self._size = sum(tensor.nbytes for tensor in tensors.values())
@@ -123,11 +123,11 @@ class Snapshot:
         with torch.no_grad():
             for name, place in self.places.items():
                 raw = self._buffer[place.start : place.end]
-                # torch conjugates and negates in host memory, without waiting for the copy to it.
+                # torch conjugates and negates in host memory, and would not wait for the copy.
                 tensor = tensors[name].resolve_conj().resolve_neg()
-                # The copy is queued on the GPU before whatever the training queues next. Of 500 MB,
-                # it adds 11 ms on an H100. A side stream would hide 9 ms of them until the next
-                # optimizer step, but what a script changes before that would tear the copy.
+                # The GPU runs the copy before any later work of the training. For 500 MB that adds
+                # 11 ms on an H100. A side stream would hide 9 ms of it until the next optimizer
+                # step, but changes that a script makes before that would tear the copy.
                 is_queued = tensor.device in on_cuda
                 raw.view(place.dtype).view(place.shape).copy_(tensor, non_blocking=is_queued)
         self._events = [
@@ -135,9 +135,9 @@ class Snapshot:
         ]
 
     def bytes(self) -> Tensor:
-        """Wait for the copies, and return the bytes of all tensors in the order of `places`."""
+        """Wait for the copies, and return all tensors' bytes in the order of `places`."""
         for device, event in self._events:
-            # In a thread that has chosen no GPU, a call of CUDA makes a context on GPU 0:
+            # In a thread without a current GPU, a call of CUDA makes a context on GPU 0:
             # https://github.com/meta-pytorch/torchcomms/pull/777
             with torch.cuda.device(device):
                 event.synchronize()
@@ -145,9 +145,9 @@ class Snapshot:
 
 
 class ReplicaSample:
-    """A sample of the replicated settings and tensors of this rank, taken when it is made.
+    """A sample of this rank's replicated settings and tensors, taken at construction.
 
-    names: the entries that are compared, by their paths in the state.
+    names: paths of the compared entries in the state.
     """
 
     def __init__(self, packed: Packed) -> None:
@@ -160,7 +160,7 @@ class ReplicaSample:
         self._samples = take_sample(list(common.values()))
 
     def digests(self) -> str:
-        """Wait for the copies from a GPU, and return the digests of all entries in one string."""
+        """Wait for the copies from a GPU, and return all entries' digests in one string."""
         of_settings = "".join(f"{checksum:0{DIGITS}x}" for checksum in self._settings)
         return of_settings + digests(self._samples, self._count)[0]
 
@@ -168,7 +168,7 @@ class ReplicaSample:
 def find_divergence(names: Sequence[str], digests: Sequence[str]) -> str:
     """Return which rank has diverged from rank 0, and where first; "" if none has.
 
-    names: of rank 0. digests: of all ranks, from ReplicaSample.digests().
+    names: from rank 0. digests: ReplicaSample.digests() of each rank.
     """
     expected = digests[0]
     for rank, found in enumerate(digests):

@@ -4,15 +4,17 @@ Each rank samples its parameters after some of its optimizer steps, and the firs
 epoch. A thread compares the samples of all ranks over the store of the process group, without a
 collective. A difference is logged once, as an ERROR; the training goes on.
 
-Not noticed: a rank without DistributedDataParallel that makes no step of its optimizer.
+A rank without DistributedDataParallel whose optimizer makes no step is not noticed.
 
-On by default: who forgets set_epoch(), a sampler or DistributedDataParallel does not know what to
-switch on. torch has a hook for the steps of all optimizers, but none for the epochs and batches of
-loaders, which training_hooks wraps, nor a way from a parameter to its wrapper, for which gc is
-searched, only after a difference was found. tests/bench/bench_consistency.py measures the cost.
+The check is on by default, because a user who forgets set_epoch(), a sampler or
+DistributedDataParallel does not know that a check would help. torch has a hook for the steps of all
+optimizers. It has none for the epochs and batches of loaders, so training_hooks wraps these. torch
+also cannot find a parameter's wrapper: after a difference was found, gc searches for it.
+tests/bench/bench_consistency.py measures the cost.
 
-Off: setup_distributed(check_training=False), or DDPKIT_CHECK_TRAINING=0. "error" ends the training.
+setup_distributed(check_training=False) or DDPKIT_CHECK_TRAINING=0 switches it off. "error" ends the
+training at a difference.
 
-samples.py has what a rank reports, comparison.py what is wrong with the reports of all ranks, and
-training_watch.py when they are compared. All are loaded when a script trains.
+samples.py makes the report of a rank, comparison.py finds what is wrong with the reports of all
+ranks, and training_watch.py decides when to compare. All are loaded when a script trains.
 """

@@ -1,4 +1,4 @@
-"""What is wrong with a training, from the reports of all its ranks: reports in, a sentence out."""
+"""Find what is wrong with a training in the reports of all its ranks, and put it into words."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     pass
 from .samples import DIGITS, SAMPLER_SETTINGS
 
-# A rank that has reported no step, so long after this rank's 16th, makes none.
+# A rank makes no steps if it reports none within so many seconds after another rank's 16th step.
 NO_STEP_AT, NO_STEP_SECONDS = 16, 2.0
-# Steps of an optimizer between which a model that none holds has not changed.
+# A model that no optimizer holds is compared between these two optimizer steps: it has not changed.
 HELD_FROM, HELD_UNTIL = 2, 4
 _SAMPLER_REMEDY = "Give it sampler=DistributedSampler(data, job.world_size, job.rank)"
 _STREAM_REMEDY = (
@@ -35,12 +35,12 @@ _STREAM_REMEDY = (
 
 
 def parameter_problem(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
-    """Return what differs between the ranks after one optimizer step, and the parameter's number.
+    """Return how the ranks differ after an optimizer step, and the number of the parameter.
 
-    reports: by rank: "settings", "shapes", "digests", "finite"; "unfinished": whether
-    DistributedDataParallel did not end its reduction, for which it raises an error at the next
-    step; "steps": since the last comparison; "loss": the first one that was not finite. ("", -1)
-    where all is well.
+    reports: one per rank. "settings", "shapes", "digests", "finite" describe the parameters.
+    "unfinished": whether DistributedDataParallel has not ended its reduction; it raises an error
+    itself at the next step. "steps": the steps since the last comparison. "loss": the first loss
+    that was not finite. Returns ("", -1) if all is well.
     """
     first = reports[0]
     if any(report["unfinished"] for report in reports):
@@ -80,7 +80,7 @@ def parameter_problem(reports: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
 
 
 def _other_parameters(rank: int) -> str:
-    """Return a message; "" for the optimizer inside of a sharded one."""
+    """Return a message; "" for the inner optimizer of a sharded one."""
     sharded = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if sharded is not None and _instances_of(sharded.ZeroRedundancyOptimizer):
         return ""
@@ -95,9 +95,9 @@ def _split(text: str) -> list[str]:
 
 
 def data_problem(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is wrong with the data of an epoch; "" where all is well.
+    """Return what is wrong with the data of an epoch; "" if all is well.
 
-    reports: by rank, from describe_loader(), with "batch", the digest of the first batch.
+    reports: describe_loader() of each rank, with "batch", the digest of its first batch.
     """
     world_size, divided = len(reports), {report["is_divided"] for report in reports}
     same: dict[str, list[int]] = {}
@@ -137,7 +137,7 @@ def data_problem(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def has_groups() -> bool:
-    """Whether ranks may differ on purpose, as with tensor parallelism: what they hold, and read."""
+    """Whether ranks may hold or read different data on purpose, as with tensor parallelism."""
     others = ("deepspeed", "megatron")
     is_divided = torch.distributed.distributed_c10d.get_pg_count() > 1
     return is_divided or any(name in sys.modules for name in others)
@@ -146,8 +146,8 @@ def has_groups() -> bool:
 def no_step_problem(ranks: Sequence[int], parameters: Sequence[Tensor]) -> str:
     """Return a message about ranks that have made no step; "" if they need not make one.
 
-    They must where DistributedDataParallel has averaged the gradients: they computed theirs, too,
-    unless torch's Join stands in for a rank that has no batches.
+    A rank must make steps if DistributedDataParallel has averaged the gradients, because it took
+    part. torch's Join is the exception: it stands in for a rank that has no batches.
     """
     owners = _instances_of(DistributedDataParallel)
     averaged = [ddp for ddp in owners if ddp._lazy_init_ran and not ddp._join_config.enable]
@@ -164,14 +164,14 @@ def no_step_problem(ranks: Sequence[int], parameters: Sequence[Tensor]) -> str:
 class Divergence(NamedTuple):
     """A parameter that differs between the ranks."""
 
-    text: str  # with the likely reason
-    may_be_averaged: bool  # the script itself may make it equal every few steps
+    text: str  # the message, with the likely reason
+    may_be_averaged: bool  # whether the script itself may average it every few steps
 
 
 def describe_divergence(problem: str, parameter: Tensor) -> Divergence:
     """Describe a parameter that differs.
 
-    Searches the objects of this process, which takes some tens of milliseconds.
+    Searches all objects of this process, which takes tens of milliseconds.
     """
     found = _instances_of(nn.Module)
     wrapped = [module for module in found if isinstance(module, DistributedDataParallel)]
@@ -211,7 +211,7 @@ def describe_divergence(problem: str, parameter: Tensor) -> Divergence:
 def has_unfinished_reduction(models: Collection[DistributedDataParallel]) -> bool:
     """Whether a backward pass has ended before DistributedDataParallel averaged all gradients.
 
-    Private API of torch, which otherwise says so only in the next forward pass.
+    Private API of torch, which otherwise reports this only in the next forward pass.
     """
     for ddp in list(models):
         reducer = getattr(ddp, "reducer", None)
@@ -224,9 +224,9 @@ def has_unfinished_reduction(models: Collection[DistributedDataParallel]) -> boo
 
 
 def untrained_problem(model: DistributedDataParallel, optimizer: Optimizer) -> str:
-    """Return a message about a model that no optimizer holds; "" where one does.
+    """Return a message about a model that no optimizer holds; "" if one does.
 
-    optimizer: that makes steps. Searches the objects of this process.
+    optimizer: the one that makes steps. Searches all objects of this process.
     """
     own = {id(parameter) for parameter in model.parameters()}
     for other in _instances_of(Optimizer):
@@ -244,8 +244,8 @@ def untrained_problem(model: DistributedDataParallel, optimizer: Optimizer) -> s
 def _instances_of(kind: type) -> list[Any]:
     """Return the instances of a class and its subclasses in this process.
 
-    No list of all objects is ever seen by Python code, as it also holds a tuple that the training
-    is building: tuple() would raise SystemError there, since it no longer owns that alone.
+    Python code never sees a list of all objects. The list would also hold a tuple that the
+    training is building, and tuple() raises SystemError there if it is not the only owner.
     """
     kinds, new = {kind}, [kind]
     while new:

@@ -1,4 +1,4 @@
-"""What a rank reports of its training: samples of its parameters, and of an epoch's first batch."""
+"""Make a rank's report of its training: samples of its parameters and of an epoch's first batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     pass
 
 
-_RUNS, _RUN_LENGTH = 64, 16  # of a tensor: runs of adjacent elements
-DIGITS = 8  # hexadecimal, of a digest
-# What a sampler of one rank has in common with those of the others, and what it has not.
+_RUNS, _RUN_LENGTH = 64, 16  # sampled runs in a tensor, and adjacent elements in a run
+DIGITS = 8  # hexadecimal digits of a digest
+# Attributes of a sampler that must be equal on all ranks.
 SAMPLER_SETTINGS = ("num_replicas", "shuffle", "seed", "drop_last", "epoch")
 
 
@@ -30,10 +30,10 @@ SAMPLER_SETTINGS = ("num_replicas", "shuffle", "seed", "drop_last", "epoch")
 class Sample(NamedTuple):
     """Elements of tensors of one dtype and device, on their way to the CPU."""
 
-    numbers: list[int]  # of the tensors
-    sizes: list[int]  # elements of each
+    numbers: list[int]  # numbers of the sampled tensors
+    sizes: list[int]  # sampled elements of each tensor
     values: Tensor
-    event: tuple[torch.device, torch.Event] | None  # of a copy from a GPU
+    event: tuple[torch.device, torch.Event] | None  # ends the copy from a GPU; None on the CPU
 
 
 def take_sample(tensors: Sequence[Tensor]) -> list[Sample]:
@@ -58,12 +58,12 @@ def is_plain(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
-        and not hasattr(tensor, "_fsdp_flattened")  # by FSDP1
+        and not hasattr(tensor, "_fsdp_flattened")  # set by FSDP1
     )
 
 
 def _some_elements(tensor: Tensor) -> Tensor:
-    """Return runs of elements, in the order in which they are in memory."""
+    """Return runs of elements in memory order."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     is_dense = tensor.is_contiguous() or (
@@ -77,19 +77,19 @@ def _some_elements(tensor: Tensor) -> Tensor:
 
 
 def digests(samples: Sequence[Sample], count: int) -> tuple[str, bool]:
-    """Wait for the copies; return the digests of all tensors in one string, and if all are finite.
+    """Wait for the copies; return all tensors' digests in one string, and whether all are finite.
 
-    The bits of a NaN are arbitrary: all NaNs are equal here.
+    The bits of a NaN are arbitrary, so all NaNs count as equal.
     """
     found, finite = [0] * count, True
     for sample in samples:
         if sample.event is not None:
             device, event = sample.event
-            # In a thread that has chosen no GPU, a call of CUDA makes a context on GPU 0:
+            # In a thread without a current GPU, a call of CUDA makes a context on GPU 0:
             # https://github.com/meta-pytorch/torchcomms/pull/777
             with torch.cuda.device(device):
                 event.synchronize()
-        # One at a time: torch starts threads for more elements, which takes longer.
+        # One tensor at a time: torch would start threads for more elements, which takes longer.
         parts = sample.values.split_with_sizes(sample.sizes)
         for number, part in zip(sample.numbers, parts, strict=True):
             if part.is_floating_point():
@@ -101,7 +101,7 @@ def digests(samples: Sequence[Sample], count: int) -> tuple[str, bool]:
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group that are plain values, on the CPU."""
+    """Return the settings of each parameter group that are plain values on the CPU."""
     groups = []
     for group in optimizer.param_groups:
         plain = {}
@@ -118,7 +118,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of a loader that has the settings of DistributedSampler; None if none."""
+    """Return a loader's sampler if it has the settings of DistributedSampler, else None."""
     for sampler in (
         loader.sampler,
         loader.batch_sampler,
@@ -130,14 +130,14 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return what the ranks compare about a loader: JSON values."""
+    """Return the settings of a loader that the ranks compare, as JSON values."""
     sampler = sampler_of(loader)
     found: dict[str, Any] = {
         "is_divided": sampler is not None,
         "is_stream": isinstance(loader.dataset, IterableDataset),
         "batch_size": loader.batch_size,
     }
-    with contextlib.suppress(Exception):  # of any data set
+    with contextlib.suppress(Exception):  # describing must not fail for any data set
         found["length"] = len(loader.dataset)  # type: ignore[arg-type]
         found["batches"] = len(loader)
     if sampler is not None:

@@ -55,10 +55,10 @@ _log = get_logger(__name__)
 _CHECKED_EPOCHS = 3
 _CLOSE_SECONDS = 5.0
 _LEAVE_SECONDS, _LEAVE_POLL_SECONDS = 0.5, 0.002
-# Ranks that average their parameters every few steps differ in between: so many steps, and seconds,
-# after a difference was found, it is an error.
+# Ranks that average their parameters every few steps differ in between. A difference is an error
+# after so many steps, or seconds.
 _AVERAGING_STEPS, _AVERAGING_SECONDS = 256, 60.0
-_ORDINALS = ("first", "second", "third", "fourth", "fifth")  # scripts count epochs from 0 or 1
+_ORDINALS = ("first", "second", "third", "fourth", "fifth")  # a script may count epochs from 0 or 1
 
 
 # Watching -----------------------------------------------------------------------------------------
@@ -70,13 +70,13 @@ class _Epoch:
 
     loader: DataLoader[Any]
     description: dict[str, Any]
-    batch: list[Sample] | None = None  # of the first batch
-    count: int = 0  # tensors of the batch
-    batches: int = 0  # before the first step
+    batch: list[Sample] | None = None  # sample of the first batch
+    count: int = 0  # tensors in the first batch
+    batches: int = 0  # batches before the first step
 
 
 class TrainingWatch:
-    """Compares the training of this rank with that of the others, from now to close().
+    """Compares this rank's training with the other ranks' until close().
 
     Only the main thread trains; one thread talks to the store.
     """
@@ -86,20 +86,20 @@ class TrainingWatch:
         communicator: StoreCommunicator | None,
         models: Collection[DistributedDataParallel] = (),
     ) -> None:
-        """Begin.
+        """Start the comparison.
 
-        communicator: None for one rank, whose training is compared with none.
-        models: wrapped ones, which the caller adds to.
+        communicator: None for a single rank, which is compared with no other.
+        models: wrapped models; the caller adds to them.
         """
         global watch
         watch = self
         self._models = models
-        # Digests of models that the optimizers which have made steps do not hold.
+        # Samples of models that no stepping optimizer holds.
         self._not_held: weakref.WeakKeyDictionary[DistributedDataParallel, list[Sample]] = (
             weakref.WeakKeyDictionary()
         )
-        self._last_before = 0  # the last step before which parameters are compared
-        # A difference that is an error unless the ranks average, and when: time.monotonic().
+        self._last_before = 0  # parameters are compared before each step up to this one
+        # (difference, deadline in time.monotonic()): an error unless the ranks average until then
         self._suspicion: tuple[str, float] | None = None
         self._communicator = communicator
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -110,24 +110,25 @@ class TrainingWatch:
             weakref.WeakKeyDictionary()
         )
         self.epochs: weakref.WeakKeyDictionary[Any, _Epoch] = weakref.WeakKeyDictionary()
-        self.iterator: Callable[[], Any] = lambda: None  # that has yielded the last batch
+        self.iterator: Callable[[], Any] = lambda: None  # source of the last batch
         self.on_step: list[Callable[[Optimizer], object]] = []  # called after each step
-        self.steps = 0  # of all optimizers
+        self.steps = 0  # steps of all optimizers
         self._reported: set[str] = set()
-        self.problem = ""  # that this rank has logged
-        self.bad_loss = ""  # "loss of step 7 is not finite on rank 1", where Metrics has seen it
+        self.problem = ""  # the first problem that this rank has logged
+        self.bad_loss = ""  # set by Metrics: "loss of step 7 is not finite on rank 1"
         self._has_trained = False
         self._thread: threading.Thread | None = None
         self._has_left = False
-        # Each rank uses its optimizers and loaders in the same order; some have ended meanwhile.
+        # Numbers that identify optimizers and loaders: each rank uses them in the same order. The
+        # dictionaries forget them at their end.
         self._numbers, self._numbers_of_loaders = itertools.count(), itertools.count()
         atexit.register(self._close_at_exit)
 
     def close(self, *, orderly: bool = True) -> None:
-        """Stop watching. What has been sampled is still compared. A second call does nothing.
+        """Stop watching. Samples that were taken are still compared. A second call does nothing.
 
-        orderly: the other ranks close, too. Rank 0, which may serve the store, waits for them a
-        moment: torch prints a warning for each call to a store that is gone.
+        orderly: whether the other ranks close, too. Rank 0, which may serve the store, waits for
+        them a moment: torch prints a warning for each call to a store that is gone.
         """
         global watch
         atexit.unregister(self._close_at_exit)
@@ -148,13 +149,13 @@ class TrainingWatch:
                 left = communicator.count("left", 0)
 
     def _close_at_exit(self) -> None:
-        # sys.last_type is set by an exception that nobody has caught.
+        # An uncaught exception has set sys.last_type.
         self.close(orderly=not hasattr(sys, "last_type"))
 
     # The main thread
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """Note that a step of any optimizer begins: by then the ranks may have averaged."""
+        """Note that an optimizer step begins; the ranks may have averaged before it."""
         count = self._optimizers.get(optimizer)
         if count is None or count[1] >= self._last_before or _is_capturing():
             return
@@ -164,7 +165,7 @@ class TrainingWatch:
         self._send(lambda: self._report_before(number, step, samples, len(parameters)))
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Note a step of any optimizer, after it."""
+        """Note that an optimizer has made a step."""
         self.steps += 1
         count = self._optimizers.get(optimizer)
         if count is None:
@@ -201,7 +202,7 @@ class TrainingWatch:
             self._send(lambda: self._report_no_step(f"step/{number}/1", parameters))
 
     def _check_held(self, optimizer: Optimizer, step: int) -> None:
-        """Look for a model that gets gradients, and that no optimizer which makes steps holds."""
+        """Look for a model that gets gradients, although no stepping optimizer holds it."""
         held = {
             id(parameter)
             for stepping in self._optimizers
@@ -211,7 +212,7 @@ class TrainingWatch:
         for ddp in list(self._models):
             own = [parameter for parameter in ddp.parameters() if is_plain(parameter)]
             if any(id(parameter) in held for parameter in own):
-                return  # this training is more than one model
+                return  # one model of several is trained
         for ddp in list(self._models):
             own = [p for p in ddp.parameters() if is_plain(p) and p.grad is not None]
             if not own:
@@ -224,7 +225,7 @@ class TrainingWatch:
                 self._send(functools.partial(self._report_held, ddp, optimizer, before, samples))
 
     def _check_epoch(self, epoch: _Epoch) -> None:
-        """Compare a loader whose batches are trained on."""
+        """Compare a loader whose batches are used for training."""
         if self._communicator is not None and not self._has_trained:
             self._has_trained = True
             self._log_global_batch(epoch, self._communicator.world_size)
@@ -237,18 +238,18 @@ class TrainingWatch:
             self._send(lambda: self._report_epoch(f"data/{number}/{begun}", epoch))
 
     def missing_from(self, state: Sequence[object]) -> list[str]:
-        """Return what this training uses, and a state does not hold: it restarts at a resume.
+        """Return parts of this training that a state lacks; a resume would restart them.
 
         state: all values in the state, at any depth.
         """
         held = {id(value) for value in state} | {
             id(getattr(value, "optim", None)) for value in state
         }
-        dicts = [value for value in state if isinstance(value, dict)]  # also of state_dict()
+        dicts = [value for value in state if isinstance(value, dict)]  # also from state_dict()
         missing = []
         for optimizer in self._optimizers:
             name = type(optimizer).__name__
-            inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
+            inner = getattr(optimizer, "optim", None)  # set by ZeroRedundancyOptimizer
             is_held = id(optimizer) in held or inner is not None and id(inner) in held
             if not is_held and not any("param_groups" in entries for entries in dicts):
                 missing.append(f"the optimizer {name}")
@@ -283,13 +284,13 @@ class TrainingWatch:
 
     def begin_epoch(self, loader: DataLoader[Any], iterator: Any) -> None:
         """Note that the script iterates over a loader."""
-        with contextlib.suppress(TypeError):  # an iterator without weak references
+        with contextlib.suppress(TypeError):  # not for an iterator without weak references
             self.epochs[iterator] = _Epoch(loader, describe_loader(loader))
         if loader not in self._loaders:
             self._loaders[loader] = [next(self._numbers_of_loaders), 0, None]
 
     def first_batch(self, iterator: Any, batch: object) -> None:
-        """Sample the first batch of an iterator; count those before the first step."""
+        """Sample the first batch of an iterator, and count its batches before the first step."""
         epoch = self.epochs.get(iterator)
         if epoch is None:
             return
@@ -309,7 +310,7 @@ class TrainingWatch:
                 if self._suspicion is not None and time.monotonic() > self._suspicion[1]:
                     self._end_suspicion()
             self._end_suspicion()
-        except CoordinationError:  # the store is gone: the training ends
+        except CoordinationError:  # the store is gone, so the training ends
             pass
 
     def _next_task(self) -> Callable[[], object] | None:
@@ -321,7 +322,7 @@ class TrainingWatch:
             return self._end_suspicion
 
     def _end_suspicion(self) -> None:
-        """Report a difference if the parameters have not become equal since."""
+        """Report a difference, unless the parameters have become equal since."""
         suspicion, self._suspicion = self._suspicion, None
         if suspicion is not None:
             assert self._communicator is not None
@@ -329,7 +330,7 @@ class TrainingWatch:
                 self._log_once("parameters", suspicion[0])
 
     def _report_before(self, number: int, step: int, samples: list[Sample], count: int) -> None:
-        """Compare parameters before a step: equal ones, after a difference, were averaged."""
+        """Compare parameters before a step. If equal after a difference, they were averaged."""
         assert self._communicator is not None
 
         def conclude(reports: list[str]) -> None:
@@ -387,7 +388,7 @@ class TrainingWatch:
                 self._last_before = step + _AVERAGING_STEPS
 
     def _diverged(self, problem: str, parameter: Tensor) -> None:
-        """Report a difference, at once or when it is known that the ranks do not average."""
+        """Report a difference, at once or as soon as it is known that the ranks do not average."""
         assert self._communicator is not None
         if self._suspicion is not None or self._communicator.count("averaged", 0):
             return
@@ -411,7 +412,7 @@ class TrainingWatch:
         if problem and subject not in self._reported:
             self._reported.add(subject)
             assert self._communicator is not None
-            if self._communicator.count(f"reported/{subject}") > 1:  # by another rank
+            if self._communicator.count(f"reported/{subject}") > 1:  # another rank has reported it
                 return
             self.problem = self.problem or problem
             _log.error("%s. (To switch this check off: %s=0)", problem, "DDPKIT_CHECK_TRAINING")
@@ -419,7 +420,7 @@ class TrainingWatch:
 
 
 def _same_order(begun: int) -> str:
-    """begun: epochs before the one that repeats the order."""
+    """Return a message. begun: number of epochs before the one that repeats the order."""
     epoch, one_before = f"epoch {begun + 1}, counted from 1,", "epoch before"
     if begun < len(_ORDINALS):
         epoch, one_before = f"the {_ORDINALS[begun]} epoch", _ORDINALS[begun - 1]
@@ -443,4 +444,4 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-watch: TrainingWatch | None = None  # of this process, while its job is open
+watch: TrainingWatch | None = None  # the watch of this process, while its job is open

@@ -1,4 +1,4 @@
-"""Which samples each rank trains on, in which order, and how a run resumes within an epoch."""
+"""Divide samples among the ranks in a repeatable order, and resume within an epoch."""
 
 from __future__ import annotations
 

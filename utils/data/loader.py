@@ -30,7 +30,7 @@ def resumable_loader(
     """Return a ResumableDataLoader whose sampler, `loader.sampler`, divides the data by the ranks.
 
     job: from setup_distributed(). batch_size: samples per batch and rank. The sampler gets shuffle,
-    seed, drop_last and with_epoch; the loader gets the other options, and drop_last, too.
+    seed, drop_last and with_epoch. The loader gets drop_last and all other options.
     """
     sampler = ResumableDistributedSampler(
         dataset,  # type: ignore[arg-type]
@@ -54,17 +54,17 @@ class ResumableDataLoader(DataLoader[Any]):
             for batch in loader:
                 ...
 
-    The state counts the batches that the training loop received, not those that workers fetched
-    ahead. Save it on any rank, at the same step on all ranks; load it on all ranks.
+    The state counts the batches that the training loop received, without batches that workers
+    fetched ahead. Save it on any rank, at the same step on all ranks; load it on all ranks.
 
-    sampler: a ResumableDistributedSampler. The other arguments are those of torch's DataLoader.
-    generator: by default a new one, seeded for each pass. The start of a pass draws a number, and
-    with torch's default generator a resumed run would then have other dropout. Workers start at the
+    sampler: a ResumableDistributedSampler. The other arguments are passed to torch's DataLoader.
+    generator: default: a new one, seeded for each pass. The start of a pass draws a number; from
+    torch's default generator that would change the dropout of a resumed run. Workers start at the
     first batch.
 
-    Raises ValueError for options with which a resumed run would receive other samples: in_order
-    is False with workers; or persistent_workers is True, and the data set has an attribute `epoch`
-    instead of a sampler with with_epoch=True.
+    Raises ValueError for options that would give a resumed run other samples: in_order=False with
+    workers; or persistent_workers=True with a data set that has an attribute `epoch` instead of a
+    sampler with with_epoch=True.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class ResumableDataLoader(DataLoader[Any]):
         self._worker_seeds = worker_seeds
         self._passes: list[_Pass] = []
 
-    # torch declares its private iterator class as the result; this one counts the batches.
+    # torch declares its private iterator class as the result; this iterator counts the batches.
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Iterate over the batches of this rank in the rest of the epoch."""
         return _CountedBatches(self)
 
     def state_dict(self, consumed: int | None = None) -> SamplerState:
-        """Return where training is; the same on every rank.
+        """Return the position of the training in the data, the same on every rank.
 
-        consumed: samples of this rank used in the present pass, where code between this loader and
-        the training loop takes batches ahead. Raises ValueError if the pass has fewer samples.
+        consumed: samples of this rank used in the present pass. Pass it if code between this loader
+        and the training loop takes batches ahead. Raises ValueError if the pass has fewer samples.
         """
         current = self._current_pass()
         if current is None:
@@ -138,7 +138,7 @@ class ResumableDataLoader(DataLoader[Any]):
     def load_state_dict(self, state: SamplerState) -> None:
         """Continue where state_dict() was called, and set sampler.epoch.
 
-        Raises ValueError if the state is damaged, or of other data or another order.
+        Raises ValueError if the state is damaged, or was saved for other data or another order.
         """
         self._sampler.resume(state)
         self._close_passes()
@@ -146,7 +146,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     def start_pass(self, reader: object) -> tuple[_Pass, Iterator[Any]]:
         """Start a pass that `reader` hands to the training loop; used by the loader's iterator."""
-        if self.persistent_workers:  # they read one pass at a time
+        if self.persistent_workers:  # persistent workers read one pass at a time
             self._close_passes()
         sampler = self._sampler
         self._worker_seeds.start_pass(sampler.seed, sampler.rank, sampler.epoch, sampler.start)
@@ -163,7 +163,7 @@ class ResumableDataLoader(DataLoader[Any]):
         return started, super().__iter__()
 
     def forget_start(self, current: _Pass) -> None:
-        """Let the next pass over the same epoch start at 0: a loaded position is for one pass."""
+        """Let the next pass over the same epoch start at 0: a loaded position serves one pass."""
         if current.epoch == self._sampler.epoch:
             self._sampler.start = 0
 
@@ -174,8 +174,8 @@ class ResumableDataLoader(DataLoader[Any]):
     def _current_pass(self) -> _Pass | None:
         """Return the pass that the training loop reads, or None before the first of an epoch.
 
-        Of several open passes it is the oldest: the loop may take the first batch of the next epoch
-        before it has used the last ones of this epoch.
+        If several passes are open, the oldest counts: the loop may take the first batch of the next
+        epoch before it has used the last ones of this epoch.
         """
         for started_pass in self._passes:
             if started_pass.is_open and not started_pass.is_finished:
@@ -188,16 +188,16 @@ class ResumableDataLoader(DataLoader[Any]):
 
 @dataclass(eq=False)
 class _Pass:
-    """One iteration over the rest of an epoch, and how far the training loop is in it."""
+    """One iteration over the rest of an epoch, and the training loop's position in it."""
 
     epoch: int
-    start: int  # position in the global order
-    samples: int  # of this rank, from the start to the end of the epoch
+    start: int  # its first position in the global order
+    samples: int  # samples of this rank until the end of the epoch
     batch_size: int
-    reader: weakref.ref[object]  # dead after the loop's end, also by break or an error
-    batches: int = 0  # that the training loop received
-    is_exhausted: bool = False  # no batch is left; with drop_last some samples are
-    is_closed: bool = False  # replaced by another pass, or by a state
+    reader: weakref.ref[object]  # dead once the loop has ended, even by break or an error
+    batches: int = 0  # batches that the training loop received
+    is_exhausted: bool = False  # no batch is left; drop_last may leave samples
+    is_closed: bool = False  # replaced by another pass or by a loaded state
 
     @property
     def is_open(self) -> bool:
@@ -220,11 +220,11 @@ class _CountedBatches(Iterator[Any]):
         self._loader = loader
         self._pass: _Pass | None = None
         self._batches: Iterator[Any] = iter(())
-        self._failed = 0  # batches since the last one received
+        self._failed = 0  # failed batches since the last one received
 
     def __next__(self) -> Any:
         if self._pass is None:
-            # Not earlier: without workers, torch calls the sampler for the epoch's order only now.
+            # Not earlier: without workers, torch draws the epoch's order only at the first batch.
             self._pass, self._batches = self._loader.start_pass(self)
         current = self._pass
         if current.is_closed:
@@ -237,18 +237,18 @@ class _CountedBatches(Iterator[Any]):
             self._loader.forget_start(current)
             raise
         except Exception:
-            self._failed += 1  # a loop that continues receives the batch after the failed one
+            self._failed += 1  # after a failed batch, a loop that continues receives the next one
             raise
 
         current.batches += 1 + self._failed
         self._failed = 0
-        if current.batches > 1:  # the first batch alone may be a look at the data
+        if current.batches > 1:  # a single batch may be just a look at the data
             self._loader.forget_start(current)
         return batch
 
 
 def pass_ended(epoch: int) -> str:
-    """Return the message for a training loop that continues a pass which was replaced."""
+    """Return a message for a training loop that continues a replaced pass."""
     return (
         f"this pass over epoch {epoch} ended when a state was loaded or, as persistent workers "
         "read one pass at a time, when another pass started. Iterate over the loader again"
@@ -256,7 +256,7 @@ def pass_ended(epoch: int) -> str:
 
 
 def _has_epoch(dataset: Any) -> bool:
-    """Whether the data set, or one inside of it such as in torch's Subset, has a number `epoch`."""
+    """Whether the data set, or one inside it (torch's Subset), has a number `epoch`."""
     while dataset is not None:
         if type(getattr(dataset, "__dict__", {}).get("epoch")) is int:
             return True

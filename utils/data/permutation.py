@@ -7,7 +7,7 @@ import random
 
 import torch
 
-# Saved with every state. Raise it with every change of the order that Permutation gives for a key.
+# Saved in every state. Raise it whenever Permutation gives another order for the same key.
 ORDER_VERSION = 2
 
 MAX_LENGTH = 1 << 60
@@ -79,12 +79,12 @@ class Permutation:
                 right ^= mixed
             else:
                 step = mixed.to(torch.int64)
-                step &= 0xFFFFFFFF  # the hash as an unsigned fraction of 2**32 ...
+                step &= 0xFFFFFFFF  # a hash: an unsigned fraction of 2**32 ...
                 step *= self._left_size
                 step >>= 32  # ... scaled to 0 .. left_size-1
                 left += step.to(torch.int32)
                 left -= self._left_size
-                left += (left >> 31) & self._left_size  # add it again where the sum was negative
+                left += (left >> 31) & self._left_size  # a negative sum wraps around
 
         return (left.to(torch.int64) << self._right_bits) | right
 

@@ -15,14 +15,12 @@ from torch.utils.data import Sampler
 
 from .permutation import ORDER_VERSION, Permutation
 
-FIRST_CHUNK = (
-    1 << 9
-)  # indices computed for the first one of a pass, which is then available at once
-CHUNK = 1 << 15  # indices computed together later: their tensors fit into a core's cache
+FIRST_CHUNK = 1 << 9  # indices in a pass's first chunk: few, so that they are available at once
+CHUNK = 1 << 15  # indices in later chunks, whose tensors fit into a core's cache
 
 
 class SampleOrder(TypedDict):
-    """What the order of the samples depends on."""
+    """The settings that decide the order of the samples."""
 
     length: int
     seed: int
@@ -32,10 +30,10 @@ class SampleOrder(TypedDict):
 
 
 class SamplerState(SampleOrder):
-    """Where training is in the data. The same on every rank, and valid for any number of ranks."""
+    """A training's position in its data: equal on every rank, valid for any number of ranks."""
 
     epoch: int
-    position: int  # samples of the epoch that all ranks together have received
+    position: int  # samples of the epoch that all ranks received, added up
 
 
 class ResumableDistributedSampler(Sampler[Any]):
@@ -44,17 +42,17 @@ class ResumableDistributedSampler(Sampler[Any]):
         sampler = ResumableDistributedSampler(dataset, dist.world_size, dist.rank)
         loader = ResumableDataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
 
-    The arguments are those of torch.utils.data.DistributedSampler. The order is a Permutation, so
-    an epoch of any length starts at once and in constant memory.
+    It takes the arguments of torch.utils.data.DistributedSampler. The order is a Permutation, so an
+    epoch of any length starts at once and in constant memory.
 
     An epoch has one global order, of which rank r of R takes the positions r, r + R, r + 2R, ...
-    Where training is, is therefore one number; another number of ranks can continue from it. The
-    state is saved with the ResumableDataLoader, which counts the batches that the loop received.
+    A single number therefore says how far the training is, and any number of ranks can continue.
+    The ResumableDataLoader saves that state, because it counts the batches that the loop received.
     torchdata's StatefulDataLoader works as well: it saves the state of this sampler's iterator.
 
-    with_epoch: give pairs (epoch, index) instead of indices, for a data set whose samples depend on
-    the epoch, such as by sample_seed(). The pair reaches every worker, persistent or not. An
-    attribute that the script sets on the data set reaches only the workers that start later.
+    with_epoch: yield pairs (epoch, index) instead of indices, for a data set whose samples depend
+    on the epoch, for example through sample_seed(). The pair reaches every worker, persistent or
+    not. An attribute that the script sets on the data set reaches only workers that start later.
 
     Raises ValueError for an empty data set or a rank that does not exist, and RuntimeError if
     num_replicas or rank is omitted and torch.distributed is not initialised.
@@ -82,7 +80,7 @@ class ResumableDistributedSampler(Sampler[Any]):
         self.with_epoch = with_epoch
 
         self.epoch = 0
-        self.start = 0  # position at which the next pass over this epoch starts
+        self.start = 0  # where the next pass over this epoch starts
         self.num_samples = self.samples_from(0)
         self.total_size = self.num_samples * self.num_replicas
 
@@ -98,13 +96,13 @@ class ResumableDistributedSampler(Sampler[Any]):
         return indices
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass. An epoch other than the present one starts at 0."""
+        """Choose the order of the next pass. A pass over another epoch starts at 0."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.start = 0
 
     def samples_from(self, position: int) -> int:
-        """Return how many samples each rank has from this position to the end of the epoch."""
+        """Return the number of samples each rank has from this position to the end of the epoch."""
         remaining = max(0, len(self.dataset) - position)
         if self.drop_last:
             return remaining // self.num_replicas
@@ -122,13 +120,13 @@ class ResumableDistributedSampler(Sampler[Any]):
         return {**self._order(), "epoch": epoch, "position": position}
 
     def resume(self, state: SamplerState) -> None:
-        """Start the next pass at a state. Raises ValueError if it is of other data or order."""
+        """Start the next pass at a state. Raises ValueError if its data or order differ."""
         self.check_state(state)
         self.epoch = state["epoch"]
         self.start = state["position"]
 
     def check_state(self, state: SamplerState) -> None:
-        """Raise ValueError if a state is damaged, or of other data or another order."""
+        """Raise ValueError if a state is damaged, or was saved for other data or another order."""
         check_order(state, self._order(), "sampler", "data")
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int) and position >= 0):
@@ -150,14 +148,14 @@ class ResumableDistributedSampler(Sampler[Any]):
 class SampleIterator(chain[Any]):
     """The indices of one pass, with a state. Made by iter(sampler).
 
-    A subclass of itertools.chain, so that no Python code runs for each index. torchdata's
-    StatefulDataLoader calls state_dict() as it draws, and load_state_dict() before it draws.
+    It is a subclass of itertools.chain, so that no Python code runs for each index. torchdata's
+    StatefulDataLoader calls state_dict() while it draws, and load_state_dict() before it draws.
     """
 
     chunks: _Chunks
 
     def state_dict(self) -> SamplerState:
-        """Return the state after the indices drawn so far."""
+        """Return the state after all indices drawn so far."""
         return self.chunks.state()
 
     def load_state_dict(self, state: SamplerState) -> None:
@@ -195,7 +193,7 @@ class _Chunks(Iterator[Iterator[Any]]):
 
         positions = torch.arange(count, dtype=torch.int64).mul_(sampler.num_replicas).add_(first)
         if last >= length:
-            positions %= length  # the padding repeats the start of the order, as torch does
+            positions %= length  # padding repeats the start of the order, as in torch
         indices = positions if self._order is None else self._order(positions)
 
         self._computed += count
@@ -217,17 +215,18 @@ class _Chunks(Iterator[Iterator[Any]]):
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """Return a seed for the random part of one sample, such as its augmentation.
 
-    Use it as `torch.Generator().manual_seed(sample_seed(...))`. It depends on the sample alone, so
-    the number of workers or ranks does not change the sample, and neither does a resume.
+    Use it as `torch.Generator().manual_seed(sample_seed(...))`. It depends only on the sample. The
+    number of workers or ranks does not change the sample, and neither does a resume.
     """
     return _seed_of(f"{seed},{epoch},{index}")
 
 
 class WorkerSeeds:
-    """The generator that torch draws the seeds of DataLoader workers from, apart from its own.
+    """A separate generator, from which torch draws the seeds of DataLoader workers.
 
-    A resumed run starts with a new generator, so each pass sets its state: the workers of a pass
-    then have the same random numbers as in an uninterrupted run, and those of two passes differ.
+    A resumed run starts with a new generator, so each pass sets its state. The workers of a pass
+    then have the same random numbers as in an uninterrupted run, and other ones than in any
+    other pass.
     """
 
     def __init__(self) -> None:
@@ -235,9 +234,9 @@ class WorkerSeeds:
         self._pass = ""
 
     def start_pass(self, *key: object) -> None:
-        """Seed the generator. key: identifies the rank, the epoch and where the pass starts.
+        """Seed the generator. key: identifies the rank, the epoch and the start of the pass.
 
-        Another pass with the same key continues: it repeats the samples, not the random numbers.
+        Another pass with the same key continues: it repeats samples, but not random numbers.
         """
         text = repr(key)
         if text != self._pass:
@@ -251,7 +250,7 @@ def _seed_of(text: str) -> int:
 
 
 def replica(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of ranks and this process's rank; the default is torch.distributed's."""
+    """Return the number of ranks and this process's rank; default: torch.distributed's."""
     if num_replicas is None or rank is None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -270,9 +269,9 @@ def replica(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 def check_order(
     state: Mapping[str, Any], expected: Mapping[str, Any], owner: str, data: str
 ) -> None:
-    """Raise ValueError if a state was saved for another order of the samples than the expected one.
+    """Raise ValueError if a state was saved for another order of the samples than expected.
 
-    expected: the present state. owner, data: what the message calls the object and its data.
+    expected: the present state. owner, data: names of the object and its data in the message.
     """
     saved_version = state.get("order_version")
     if saved_version != ORDER_VERSION:

@@ -1,8 +1,8 @@
-"""Let a listening socket take connections from known addresses only, by a socket filter of Linux.
+"""Let a listening socket accept known addresses only, through a socket filter of Linux.
 
-The kernel runs the filter, a program of classic BPF, for each packet that arrives for the socket,
-and drops what it refuses. Sockets of accepted connections inherit it. Needs no privilege.
-Sources: Documentation/networking/filter.rst and tcp_filter() of the kernel, socket(7).
+The filter is a program of classic BPF. The kernel runs it for each packet that arrives at the
+socket, and drops rejected packets. Sockets of accepted connections inherit it. It needs no
+privilege. Sources: Documentation/networking/filter.rst and tcp_filter() of the kernel, socket(7).
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import struct
 import sys
 from collections.abc import Iterable
 
-_SO_ATTACH_FILTER = 26  # asm-generic/socket.h, the same on x86, Arm and Power
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h; the same on x86, Arm and Power
 _INSTRUCTION = struct.Struct("=HBBI")  # struct sock_filter: code, jump if true, if false, operand
 _LOAD_WORD, _LOAD_BYTE, _AND, _SHIFT_RIGHT = 0x20, 0x30, 0x54, 0x74
 _JUMP_IF_EQUAL, _RETURN = 0x15, 0x06
-_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here are of the IP header
+_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here address the IP header
 _SOURCE_IPV4, _SOURCE_IPV6 = _NETWORK_HEADER + 12, _NETWORK_HEADER + 8
-_MOST_IPV4, _MOST_IPV6 = 64, 16  # networks to compare with: a packet takes 50 ns at most
-_MOST_WAITING = 4096  # connections
+_MOST_IPV4, _MOST_IPV6 = 64, 16  # compared networks: at most 50 ns per packet
+_MOST_WAITING = 4096  # waiting connections to close
 
 _Instruction = tuple[int, int, int, int]
 
 
 def accept_only(listener: socket.socket, addresses: Iterable[str]) -> bool:
-    """Let the kernel drop connections from all but these addresses; return whether it does.
+    """Let the kernel drop connections from all other addresses; return whether it does so.
 
-    Where they are too many to compare with, their networks count instead, as small as possible.
-    Connections that wait to be accepted are closed: nobody knows where they are from.
+    If there are too many addresses to compare, the smallest networks that contain them are used.
+    Connections that already wait to be accepted are closed, because their origin is unknown.
     listener: non-blocking.
     """
     if not sys.platform.startswith("linux"):
@@ -42,7 +42,7 @@ def accept_only(listener: socket.socket, addresses: Iterable[str]) -> bool:
     program = struct.pack("@HP", length, ctypes.addressof(buffer))  # struct sock_fprog
     try:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-    except OSError:  # another kernel than Linux runs the programs of Linux, as gVisor
+    except OSError:  # gVisor runs Linux programs, but has no such filter
         return False
     with contextlib.suppress(OSError):  # BlockingIOError: none is left
         for _ in range(_MOST_WAITING):
@@ -52,7 +52,7 @@ def accept_only(listener: socket.socket, addresses: Iterable[str]) -> bool:
 
 
 def _program(addresses: Iterable[str]) -> list[_Instruction]:
-    """Return a filter that lets through what comes from these addresses, and drops the rest."""
+    """Return a filter that accepts packets from these addresses and drops all others."""
     parsed = {ipaddress.ip_address(address.partition("%")[0]) for address in addresses}
     ipv4 = [int(address) for address in parsed if address.version == 4]
     ipv6 = [int(address) for address in parsed if address.version == 6]
@@ -83,7 +83,7 @@ def _program(addresses: Iterable[str]) -> list[_Instruction]:
 
 
 def _networks(addresses: Iterable[int], width: int, most: int) -> tuple[int, list[int]]:
-    """Return the longest prefix of which the addresses have few enough, and these networks."""
+    """Return the longest prefix that leaves few enough networks, and these networks."""
     for bits in range(width, -1, -1):
         networks = {address & _mask(bits, width) for address in addresses}
         if len(networks) <= most:

@@ -1,4 +1,4 @@
-"""Warn about the cores of a host's ranks: what is wrong, and what to do. No torch."""
+"""Warn about the cores of a host's ranks: problem and remedy. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .cores import (
 
 
 class CoreNote(NamedTuple):
-    """A problem with the cores of a host's ranks, and what to do."""
+    """A problem with the cores of a host's ranks, and its remedy."""
 
     problem: str
     remedy: str
@@ -31,9 +31,10 @@ class CoreNote(NamedTuple):
 def note_on_cores(
     host: str, host_cores: int, ranks: Sequence[int], reported: HostMasks
 ) -> CoreNote | None:
-    """Return the most important warning about the cores of a host's ranks; None without one.
+    """Return the most important warning about the cores of a host's ranks; None if all is well.
 
-    host: its name. host_cores: the number of all its cores. ranks: in the order of `reported`.
+    host: its name. host_cores: number of its cores. ranks: rank numbers, in the order of
+    `reported`.
     """
     chosen = choose_cores(reported)
     masks = masks_of_ranks(reported)

@@ -23,7 +23,7 @@ from . import process
 class Core(NamedTuple):
     """A physical core."""
 
-    cpus: tuple[int, ...]  # its hardware threads, by the kernel's numbers
+    cpus: tuple[int, ...]  # its hardware threads, numbered as in the kernel
     node: int  # its NUMA node
 
 
@@ -33,16 +33,16 @@ class Topology(NamedTuple):
     cores: tuple[Core, ...]
 
     def to_text(self) -> str:
-        """Return one line: "0:0+4,1+5;1:2+6,3+7" for two nodes of two cores of two threads."""
+        """Return one line; "0:0+4,1+5;1:2+6,3+7" is two nodes of two cores of two threads."""
         groups: dict[int, list[str]] = {}
         for core in self.cores:
             groups.setdefault(core.node, []).append("+".join(map(str, core.cpus)))
         return ";".join(f"{node}:{','.join(cores)}" for node, cores in groups.items())
 
     @classmethod
-    @functools.lru_cache(maxsize=256)  # most hosts of a job are alike
+    @functools.lru_cache(maxsize=256)  # most hosts of a job have the same topology
     def from_text(cls, text: str) -> Topology:
-        """Parse the result of to_text(). Without text, no core is known."""
+        """Parse the result of to_text(). An empty text gives no cores."""
         cores = []
         for group in text.split(";") if text else ():
             node, _, members = group.partition(":")
@@ -59,7 +59,7 @@ def read_topology(root: Path = Path("/")) -> Topology | None:
     system = root / "sys/devices/system"
     online = parse_ranges(_read(f"{system}/cpu/online"))
     node_of: dict[int, int] = {}
-    for folder in system.glob("node/node[0-9]*"):  # one of HBM or of a GPU's memory has no CPUs
+    for folder in system.glob("node/node[0-9]*"):  # a node of HBM or GPU memory has no CPUs
         for cpu in parse_ranges(_read(f"{folder}/cpulist")):
             node_of[cpu] = int(folder.name.removeprefix("node"))
 
@@ -74,7 +74,7 @@ def read_topology(root: Path = Path("/")) -> Topology | None:
 
 
 def pci_node(address: str, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node of a PCI device, such as "0000:c1:00.0"; None where it is unknown."""
+    """Return the NUMA node of a PCI device such as "0000:c1:00.0"; None if it is unknown."""
     text = _read(f"{root}/sys/bus/pci/devices/{address}/numa_node").strip()
     return int(text) if text.isdecimal() else None  # the kernel writes -1 for unknown
 
@@ -85,9 +85,9 @@ def _read(path: str) -> str:
 
 # The cores of each rank --------------------------------------------------------------------------
 
-CPU_BIND = "DDPKIT_CPU_BIND"  # a binding by site or user: "list:4-7:8-11"
-NO_BINDING = "none"  # its value that leaves all cores as the launcher has set them
-# A rank needs a core besides that of its main thread: gloo and NCCL communicate in threads of their
+CPU_BIND = "DDPKIT_CPU_BIND"  # binding set by the site or the user: "list:4-7:8-11"
+NO_BINDING = "none"  # value of CPU_BIND: leave all ranks on the launcher's cores
+# A rank needs a core besides its main thread's: gloo and NCCL communicate in threads of their
 # own. With one core for each of two ranks, a step over gloo took 1.01 to 1.02 times as long as with
 # both cores for both (medians of 2000 and of 400 pairs; DDPKIT_CPU_BIND=list:0:1 bench_binding.py).
 _LEAST_CORES = 2
@@ -107,7 +107,8 @@ def divide(
     A mask is kept if the launcher has given each rank its own, if it overlaps with another mask,
     or if it has fewer cores than ranks.
 
-    masks: the CPUs that each rank may run on now. gpu_nodes: None for no GPU or an unknown node.
+    masks: CPUs that each rank may run on now. gpu_nodes: NUMA node of each rank's GPU; None if the
+    rank has no GPU or the node is unknown.
     """
     result = list(masks)
     for mask in set(masks):
@@ -135,10 +136,11 @@ def _cpus(cores: Sequence[Core]) -> Cpus:
 def _divide_cores(
     cores: Sequence[Core], node_of: Mapping[int, int | None]
 ) -> dict[int, list[Core]]:
-    """Divide cores among ranks, whose GPUs are on these nodes. There is a core for each rank.
+    """Divide cores among ranks whose GPUs are on these nodes. There is a core for each rank.
 
-    The ranks with a GPU on a node get equal shares of its cores. All ranks get equal shares of all
-    cores if a rank would have less than half of that, or a node has a single core or is unknown.
+    The ranks with a GPU on a node get equal shares of its cores. But if a rank would get less than
+    half of an equal share of all cores, or a node has a single core or is unknown, all ranks get
+    equal shares of all cores.
     """
     ranks_near: dict[int | None, list[int]] = {}
     for rank, node in node_of.items():
@@ -160,7 +162,7 @@ def _divide_cores(
 
 
 def _split(cores: list[Core], count: int) -> list[list[Core]]:
-    """Split cores into contiguous parts of equal size; all of them to each if a part has one."""
+    """Split cores into contiguous equal parts; if a part has one core, each gets all of them."""
     if len(cores) < _LEAST_CORES * count:
         return [cores] * count
     ends = [(2 * part * len(cores) + count) // (2 * count) for part in range(count + 1)]
@@ -173,8 +175,8 @@ def _split(cores: list[Core], count: int) -> list[list[Core]]:
 def parse_binding(text: str, local_ranks: int = 1) -> list[Cpus]:
     """Return the CPUs of each local rank from the value of DDPKIT_CPU_BIND.
 
-    "list:0-3,8-11:4-7" is the syntax of PALS. Raises ValueError for other text, or if it has fewer
-    entries than local_ranks.
+    "list:0-3,8-11:4-7" follows the syntax of PALS. Raises ValueError for any other form, and for
+    fewer entries than local_ranks.
     """
     form = re.fullmatch(f"(?:verbose,)?list:({_CPUS}(?::{_CPUS})*)", text.strip())
     found = [frozenset(parse_ranges(part)) for part in form[1].split(":")] if form else []
@@ -216,7 +218,7 @@ def available_cpus() -> Cpus:
 def openmp_binding(environ: Mapping[str, str]) -> str:
     """Return the variable that makes OpenMP bind threads, such as "OMP_PROC_BIND=close", or "".
 
-    With such a variable, GNU's OpenMP binds the main thread to the first place when torch loads it.
+    If it is set, GNU's OpenMP binds the main thread to the first place when torch loads it.
     Source: libgomp/config/linux/affinity.c.
     """
     if environ.get("OMP_PROC_BIND", "true").strip().lower() == "false":
@@ -237,32 +239,32 @@ def bind_process(cpus: Cpus) -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     for thread in process.thread_ids():
-        with suppress(ProcessLookupError):  # the thread has ended
+        with suppress(ProcessLookupError):  # the thread may have ended
             if os.sched_getaffinity(thread) == before:
                 os.sched_setaffinity(thread, cpus)
 
 
 class HostMasks(NamedTuple):
-    """What the ranks of one host have reported. The tuples have one entry for each of them."""
+    """The reports of one host's ranks. Each tuple has one entry per rank."""
 
     bind: bool  # whether to bind the ranks
     topology: str  # Topology.to_text(); "" if it is unknown
-    binding: str  # DDPKIT_CPU_BIND; "" if it is unset
-    masks: tuple[str, ...]  # the CPUs that each rank may run on, as a hexadecimal mask
+    binding: str  # value of DDPKIT_CPU_BIND; "" if it is unset
+    masks: tuple[str, ...]  # hexadecimal masks of the CPUs that each rank may run on
     local_ranks: tuple[int, ...]
-    gpu_nodes: tuple[int | None, ...]  # the NUMA node of each rank's GPU; None if it is unknown
+    gpu_nodes: tuple[int | None, ...]  # NUMA node of each rank's GPU; None if it is unknown
     openmp: str = ""  # a variable that makes OpenMP bind threads, such as "OMP_PROC_BIND=close"
 
 
 class RankCores(NamedTuple):
-    """The cores of a rank."""
+    """The cores that a rank gets."""
 
-    cpus: str  # the CPUs that it runs on, such as "0-7,64-71"
-    bind: bool  # whether these CPUs differ from its mask
-    cores: int  # the number of cores; of CPUs if the topology is unknown
-    threads: int  # the number of threads: its share of the cores
-    nodes: str  # the NUMA nodes of the cores; "" if they are unknown
-    gpu_node: int | None  # the NUMA node of its GPU, if the rank runs on other nodes; else None
+    cpus: str  # CPUs to run on: "0-7,64-71"
+    bind: bool  # whether these CPUs differ from the rank's mask
+    cores: int  # number of cores; number of CPUs if the topology is unknown
+    threads: int  # number of threads: the rank's share of the cores
+    nodes: str  # NUMA nodes of the cores; "" if they are unknown
+    gpu_node: int | None  # NUMA node of its GPU if the rank runs on other nodes, else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -286,7 +288,7 @@ def choose_cores(host: HostMasks) -> list[RankCores]:
     ranks_on = Counter(core for its_cores in cores for core in its_cores)
     result = []
     for cpus, mask, its_cores, gpu_node in zip(chosen, masks, cores, host.gpu_nodes, strict=True):
-        # A core that several ranks have counts in equal parts; 1/3 + 1/3 + 1/3 may be 0.999...
+        # A core shared by several ranks counts in equal parts; 1/3 + 1/3 + 1/3 may give 0.999...
         share = sum(1 / ranks_on[core] for core in its_cores) + 1e-9
         nodes = {core.node for core in cores_in(known, cpus)}
         is_far = bool(nodes) and gpu_node in known_nodes - nodes
@@ -304,7 +306,7 @@ def choose_cores(host: HostMasks) -> list[RankCores]:
 
 
 def _bind_as_given(host: HostMasks, masks: Sequence[Cpus]) -> list[Cpus]:
-    """Return the CPUs that DDPKIT_CPU_BIND gives to each rank, without those outside its mask."""
+    """Return the CPUs that DDPKIT_CPU_BIND gives each rank, without CPUs outside its mask."""
     try:
         bindings = parse_binding(host.binding, max(host.local_ranks) + 1)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Choose the backend and this rank's device: CUDA and ROCm (nccl), Intel XPU (xccl), CPU (gloo).
 
-The visible devices are those that the scheduler's mask leaves. The mask itself is never changed.
+The scheduler's mask decides which devices are visible. The mask itself is never changed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..errors import LaunchError
 from .cores import pci_node
 from .masks import MASKS_OF, set_masks
 
-BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}  # with the type of device
+BACKENDS = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}  # backend -> device type
 
 
 def choose_backend(backend: str | None) -> str:
-    """Return `backend`, or the backend of the accelerator that torch sees, or gloo for the CPU.
+    """Return `backend`, else the backend of the accelerator that torch sees, else gloo.
 
-    Raises LaunchError when the backend needs an accelerator that torch does not see.
+    Raises LaunchError if the backend needs an accelerator that torch does not see.
     """
     if backend is None:
         return "nccl" if _count("cuda") else "xccl" if _count("xpu") else "gloo"
@@ -37,15 +37,15 @@ def choose_backend(backend: str | None) -> str:
 
 
 def visible_devices(backend: str) -> list[str]:
-    """Return an identity of each device that this process may use, in the order of their indices.
+    """Return an identity of each device that this process may use, in index order.
 
-    Empty for the CPU. Two ranks of a host with the same identity share a device.
+    Empty for the CPU. Two ranks on one host with the same identity share a device.
     """
     device_type = BACKENDS[backend]
     found = [_identity(device_type, index) for index in range(_count(device_type))]
     if len(set(found)) == len(found):
         return found
-    # Some drivers of AMD give all GPUs one placeholder, or the partitions of a GPU its UUID.
+    # Some AMD drivers give all GPUs one placeholder, or a GPU's partitions the UUID of the GPU.
     return [f"{identity} index {index}" for index, identity in enumerate(found)]
 
 
@@ -58,19 +58,19 @@ def device_nodes(backend: str) -> list[int | None]:
 
 
 def device_at(backend: str, index: int | None) -> torch.device:
-    """Return the device of that index among the visible ones. index: None for the CPU."""
+    """Return the visible device with an index. index: None for the CPU."""
     device_type = BACKENDS[backend]
     return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
 def pin(device: torch.device) -> None:
-    """Make `device` the current one of this process."""
+    """Make `device` this process's current device."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
 
 
 def unused_gpus() -> str:
-    """Return a warning where this host has GPUs that its torch cannot use; "" where it has not."""
+    """Return a warning if this host has GPUs that its torch cannot use, else ""."""
     from . import gpus
 
     count = gpus.count_gpus()
@@ -84,7 +84,7 @@ def unused_gpus() -> str:
 
 
 def _count(device_type: str) -> int:
-    """Return the number of visible devices of a type; 0 where torch has no support for it."""
+    """Return the number of visible devices of a type; 0 if torch does not support it."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device_type:
         return 0
@@ -96,7 +96,7 @@ def _properties(device_type: str, index: int) -> Any:
 
 
 def _identity(device_type: str, index: int) -> str:
-    # MIG instances of one GPU have one UUID, but may belong to several ranks.
+    # MIG instances of one GPU share its UUID, but may belong to several ranks.
     mask = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if index < len(mask) and mask[index].startswith("MIG-"):
         return mask[index]
@@ -109,13 +109,13 @@ def _identity(device_type: str, index: int) -> str:
 
 
 def _pci_address(device_type: str, index: int, count: int) -> str:
-    """Return the PCI address of a device, such as "0000:c1:00.0"; "" where it is unknown.
+    """Return the PCI address of a device, such as "0000:c1:00.0"; "" if it is unknown.
 
-    count: of the visible devices.
+    count: number of visible devices.
     """
-    from . import gpus  # a start on CPUs does not need it
+    from . import gpus  # not needed for a start on CPUs
 
-    if device_type == "xpu":  # torch does not report it; each tile of a GPU may be a device
+    if device_type == "xpu":  # torch does not report it; each tile may be a device
         addresses = gpus.intel_addresses()
         whole = bool(addresses) and count % len(addresses) == 0
         masked = any(name in os.environ for name in MASKS_OF["intel"])

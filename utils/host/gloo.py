@@ -1,4 +1,4 @@
-"""Give gloo what it needs: the right network interface, and time to release tensors."""
+"""Choose gloo's network interface, and let its threads end before the interpreter does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from . import network, process
 
 _RELEASE_SECONDS = 10.0
-_ASLEEP_SECONDS = 0.02  # a thread that waits for Python's lock wakes every 5 ms
+_ASLEEP_SECONDS = 0.02  # seconds; a thread that waits for Python's lock wakes every 5 ms
 
 
 def interface_problem() -> str:
@@ -26,10 +26,10 @@ def interface_problem() -> str:
 
 
 def choose_interface(local_addr: str, master_addr: str) -> str:
-    """Set GLOO_SOCKET_IFNAME where gloo would choose an interface that other hosts cannot reach.
+    """Set GLOO_SOCKET_IFNAME if gloo would choose an interface that other hosts cannot reach.
 
-    gloo listens on the address that the host name resolves to, which may be 127.0.1.1. A value
-    that is already set stays. Returns the interface that gloo uses; "" where it is unknown.
+    gloo listens on the address of the host name, which may be 127.0.1.1. A value that is already
+    set stays. Returns the interface that gloo uses; "" if it is unknown.
 
     local_addr: this host's address on the way to rank 0. master_addr: rank 0's address.
     """
@@ -37,7 +37,7 @@ def choose_interface(local_addr: str, master_addr: str) -> str:
         return chosen
     address = local_addr
     if network.is_loopback(address):
-        # This is rank 0's host, reached by a name that means the host itself.
+        # On rank 0's host, the name by which rank 0 was reached means the host itself.
         outward = network.local_addresses()
         address = master_addr if master_addr in outward else (outward or [address])[0]
     interface = network.interface_of(address) or ""
@@ -49,22 +49,22 @@ def choose_interface(local_addr: str, master_addr: str) -> str:
 def wait_for_threads() -> None:
     """Wait until gloo's threads sleep: 20 ms, ten seconds at most. Linux only.
 
-    When a collective has ended, a thread of gloo releases the tensor. If it is the last to hold
-    it, it needs Python's lock, and aborts the process when the interpreter is ending by then
+    After a collective, a thread of gloo releases the tensor. If it holds the last reference, it
+    needs Python's lock. If the interpreter is ending by then, the thread aborts the process
     ("terminate called without an active exception"). The thread lives as long as a
     DistributedDataParallel holds the process group.
     """
     limit = time.monotonic() + _RELEASE_SECONDS
     turns = _turns_of_threads()
     while turns and time.monotonic() < limit:
-        time.sleep(_ASLEEP_SECONDS)  # without Python's lock
+        time.sleep(_ASLEEP_SECONDS)  # releases Python's lock
         earlier, turns = turns, _turns_of_threads()
         if turns == earlier and all(state != "R" for state, _ in turns.values()):
             break
 
 
 def _turns_of_threads() -> dict[int, tuple[str, process.Schedule]]:
-    """Return the state of each thread of gloo, "R" for running or ready, and its schedule."""
+    """Return the state and schedule of each gloo thread; "R" means running or ready."""
     turns = {}
     for thread in process.thread_ids():
         name, fields = process.stat(f"/proc/self/task/{thread}")

@@ -1,4 +1,4 @@
-"""Count the GPUs that this host shows to a process, without torch or a driver's library."""
+"""Count the GPUs that a process can see on this host, without torch or a driver's library."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NVIDIA_GPUS = "proc/driver/nvidia/gpus"
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Count the GPUs of the first vendor found that the masks leave visible; 0 without GPUs.
+    """Count the GPUs that the masks leave visible, of the first vendor found; 0 without GPUs.
 
-    root: the folder that holds proc, dev and sys.
+    root: the folder that contains proc, dev and sys.
     """
     vendor = gpu_vendor(root)
     if vendor is None:
@@ -27,12 +27,12 @@ def count_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) 
 
 
 def gpu_vendor(root: Path = Path("/")) -> str | None:
-    """Return the vendor of this host's GPUs, one of masks.VENDORS, whatever the masks hide."""
+    """Return the vendor of this host's GPUs, one of masks.VENDORS, even if masks hide the GPUs."""
     return next((vendor for vendor, find in _ADDRESSES.items() if find(root)), None)
 
 
 def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """Return the PCI addresses of the GPUs that the masks leave visible, in the order of the masks.
+    """Return the PCI addresses of visible GPUs, in the order of the masks.
 
     An unknown address is "".
     """
@@ -41,9 +41,9 @@ def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) ->
         return []
     addresses = _ADDRESSES[vendor](root)
     masks = [environ[name] for name in MASKS_OF[vendor] if name in environ]
-    if vendor == "intel":  # an entry may be a tile
+    if vendor == "intel":  # an entry may name a tile
         return [] if masks else addresses
-    if vendor == "amd":  # the variables behind ROCR_VISIBLE_DEVICES are names of one mask
+    if vendor == "amd":  # AMD's other variables are one mask
         masks = masks[: 2 if "ROCR_VISIBLE_DEVICES" in environ else 1]
     for mask in masks:
         entries = mask.split(",")[: _count_entries(mask)]
@@ -52,7 +52,7 @@ def visible_gpu_addresses(environ: Mapping[str, str], root: Path = Path("/")) ->
 
 
 def _entry_address(entry: str, addresses: Sequence[str], root: Path) -> str:
-    """Return the PCI address for an entry of a mask, which is an index or a UUID."""
+    """Return the PCI address for an entry of a mask: an index or a UUID."""
     if entry.isdecimal():
         return addresses[int(entry)] if int(entry) < len(addresses) else ""
     return nvidia_address(entry, root) if entry.startswith("GPU-") else ""
@@ -64,16 +64,16 @@ def intel_addresses(root: Path = Path("/")) -> list[str]:
     for device in (root / "sys/class/drm").glob("card[0-9]*"):
         vendor_id, device_id = (_read(device / "device" / name) for name in ("vendor", "device"))
         is_connector = not device.name[4:].isdigit()  # "card0-HDMI-A-1"
-        # The same driver serves the graphics of laptops, which is no accelerator.
+        # The same driver serves laptop graphics, which are no accelerator.
         if not is_connector and vendor_id == "0x8086" and device_id.startswith("0x0b"):
             found.append((device / "device").resolve().name)
     return sorted(found)
 
 
 def nvidia_address(uuid: str, root: Path = Path("/")) -> str:
-    """Return the PCI address of the GPU with a UUID; "" where the driver does not list it."""
+    """Return the PCI address of the GPU with a UUID; "" if the driver does not list it."""
     for address in _names(root / _NVIDIA_GPUS, ".*"):
-        # "GPU UUID:        GPU-3f2a..."; torch leaves "GPU-" out
+        # "GPU UUID:        GPU-3f2a..."; torch omits "GPU-"
         if uuid and uuid.removeprefix("GPU-") in _read(
             root / _NVIDIA_GPUS / address / "information"
         ):
@@ -84,8 +84,8 @@ def nvidia_address(uuid: str, root: Path = Path("/")) -> str:
 def _nvidia_addresses(root: Path) -> list[str]:
     """Return the PCI address of each GPU that this process may use, in CUDA's order.
 
-    The driver lists all GPUs of the host. The cgroup of a job may deny access to some of them;
-    CUDA_VISIBLE_DEVICES then counts the others only. An address that is not listed is "".
+    The driver lists all GPUs of the host. If the job's cgroup denies access to some of them,
+    CUDA_VISIBLE_DEVICES counts only the others. An address that is not listed is "".
     """
     devices = _names(root / "dev", r"nvidia\d+")
     listed = sorted(_names(root / _NVIDIA_GPUS, r"[0-9a-fA-F:.]+"))
@@ -101,7 +101,7 @@ def _nvidia_addresses(root: Path) -> list[str]:
 def _count_entries(mask: str) -> int:
     """Count the devices that a mask leaves: "0,2" -> 2, "" and "-1" -> 0.
 
-    Drivers ignore everything after an invalid entry.
+    Drivers ignore all entries after an invalid one.
     """
     found = 0
     for entry in map(str.strip, mask.split(",")):
@@ -112,9 +112,9 @@ def _count_entries(mask: str) -> int:
 
 
 def _amd_addresses(root: Path) -> list[str]:
-    """Return the PCI address of each node of the KFD topology that has compute units.
+    """Return the PCI address of each KFD topology node with compute units.
 
-    CPUs are nodes without them.
+    Nodes without them are CPUs.
     """
     found = []
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
@@ -142,8 +142,8 @@ def _names(folder: Path, pattern: str) -> list[str]:
 _ADDRESSES = {"nvidia": _nvidia_addresses, "amd": _amd_addresses, "intel": intel_addresses}
 
 
-# What a GPU prints that is broken itself, whatever the program does. Source: the table of Xid
-# errors of NVIDIA, and messages of the CUDA runtime and nvidia-smi.
+# Messages of a broken GPU, which no program can cause. Source: NVIDIA's table of Xid errors, and
+# messages of the CUDA runtime and nvidia-smi.
 GPU_ERRORS = (
     "NVRM: Xid",
     "SXid (",

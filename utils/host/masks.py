@@ -1,10 +1,10 @@
-"""The variables that hide devices of this host from a process."""
+"""List the variables that hide devices of this host from a process."""
 
 from __future__ import annotations
 
 import os
 
-MASKS_OF = {  # variables that hide devices, by vendor
+MASKS_OF = {  # vendor -> variables that hide its devices
     "nvidia": ("CUDA_VISIBLE_DEVICES",),
     "amd": (
         "ROCR_VISIBLE_DEVICES",
@@ -19,6 +19,6 @@ MASKS = tuple(dict.fromkeys(name for names in MASKS_OF.values() for name in name
 
 
 def set_masks() -> str:
-    """Return the variables that hide devices, for messages."""
+    """Return the variables that hide devices and are set, for messages."""
     found = [f"{name}={os.environ[name]}" for name in MASKS if name in os.environ]
     return " ".join(found) or "no device mask is set"

@@ -1,4 +1,4 @@
-"""Find out which network NCCL or RCCL has chosen, from the log that it writes when it starts.
+"""Find out which network NCCL or RCCL has chosen, from its log at the start.
 
 NCCL uses TCP without a warning if it finds no plugin and no InfiniBand. Only its log shows that:
 
@@ -7,10 +7,10 @@ NCCL uses TCP without a warning if it finds no plugin and no InfiniBand. Only it
     NCCL INFO NET/Socket : Using [0]hsn0:10.150.0.7<0>
     NCCL INFO Using network Socket
 
-init_process_group(device_id=...) creates the communicator, so the network is final afterwards, and
-the log is read once.
-NCCL 2.22 and newer connect the channels ("via NET/IB/0/GDRDMA") with the first collective. Until
-then the log shows for each adapter, not for each channel, whether GPUDirect RDMA is used.
+init_process_group(device_id=...) creates the communicator. The network is final afterwards, and the
+log is read once. NCCL 2.22 and newer connect the channels ("via NET/IB/0/GDRDMA") in the first
+collective. Before that, the log shows only for each adapter, not for each channel, whether
+GPUDirect RDMA is used.
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/logging.html
 """
 
@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PREFIX = r"^.*?(?:NCCL (?:INFO|WARN)|libibverbs: Warning:) +"  # "node1:4242:4250 [0] NCCL INFO "
-_NETWORK = (  # the most certain first
+_NETWORK = (  # the most reliable pattern first
     r"Using network (.+)",
     r"\bvia NET/(.+?)/\d",
     r"NET/(?!Socket)(\w+) ?: Using \[\d+\]",
-    r"NET/(Socket) ?: Using \[\d+\]",  # NCCL 2.4 opens sockets first, for its start
+    r"NET/(Socket) ?: Using \[\d+\]",  # NCCL 2.4 opens sockets first, for its start-up
     r"NET/Plugin ?: Loaded net plugin (.+?) \(v\d+\)",
     r"NET/(\w+) ver\. \d",  # "NET/GPUDirectTCPX ver. 3.1.8."
 )
-_GPUDIRECT = (  # the most certain first
+_GPUDIRECT = (  # the most reliable pattern first
     r"\bvia NET/.+?/\d+(?:\(\d+\))?((?:/\S+)?)",  # "via NET/IB/0(8)/GDRDMA/Shared"
     r"use ring PXN \d GDR (\d)",
     r"GPU Direct RDMA (Enabled|Disabled) for GPU",
@@ -58,22 +58,22 @@ class Expected(NamedTuple):
 
 
 class Transport(NamedTuple):
-    """The network that carries the data between hosts."""
+    """The network that carries data between hosts."""
 
-    network: str  # "AWS Libfabric", "IB", "RoCE", "Socket"; "" is unknown
-    uses: str  # a provider of libfabric, adapters or interfaces: "cxi", "mlx5_0, mlx5_1", "hsn0"
-    gpudirect: bool | None  # GPUDirect RDMA; None is unknown
+    network: str  # "AWS Libfabric", "IB", "RoCE", "Socket"; "": unknown
+    uses: str  # libfabric provider, adapters or interfaces: "cxi", "hsn0"
+    gpudirect: bool | None  # whether GPUDirect RDMA is used; None: unknown
 
 
 def classify(lines: Iterable[str]) -> Transport:
-    """Return the network between hosts that a log of NCCL or RCCL shows."""
+    """Return the network between hosts according to a log of NCCL or RCCL."""
     text = "\n".join(re.sub(_PREFIX, "", line).strip() for line in lines)
     provider = "".join(_find([_PROVIDER], text)[:1])
     adapters = re.findall(_ADAPTER, text)
 
     network = [*_find(_NETWORK, text), "AWS Libfabric" if provider else ""][0]
     network = re.sub(r"_v\d+$", "", network)  # "GPUDirectTCPX_v7"
-    if re.search(r"^IB|RDMA Plugin", network):  # "IBext_v8", "NCCL RDMA Plugin v8" of HPC-X
+    if re.search(r"^IB|RDMA Plugin", network):  # "IBext_v8"; HPC-X: "NCCL RDMA Plugin v8"
         network = "RoCE" if {layer for _, layer in adapters} == {"R"} else "IB"
 
     if network == "Socket":
@@ -87,7 +87,7 @@ def classify(lines: Iterable[str]) -> Transport:
 
 
 def _find(patterns: Iterable[str], text: str) -> list[str]:
-    """Return what the first pattern that is found matches, each value once."""
+    """Return all matches of the first pattern that matches, without duplicates."""
     found = (re.findall(pattern, text, re.MULTILINE) for pattern in patterns)
     return list(dict.fromkeys(next(filter(None, found), [])))
 
@@ -95,9 +95,9 @@ def _find(patterns: Iterable[str], text: str) -> list[str]:
 def expected_network(
     environ: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Expected | None:
-    """Return the network that the profile (DDPKIT_NETWORK) names, or that of this host's adapters.
+    """Return the network in DDPKIT_NETWORK (the profile), else the network of this host's adapters.
 
-    The result is None if only TCP is expected. root: the folder that contains sys.
+    Returns None if only TCP is expected. root: the folder that contains sys.
     """
     if name := environ.get("DDPKIT_NETWORK"):
         return Expected(name, "DDPKIT_NETWORK")
@@ -117,7 +117,7 @@ def expected_network(
 def describe(
     transport: Transport, expected: Expected | None, library: str = "NCCL"
 ) -> tuple[str, bool]:
-    """Return the line for the output, and whether it warns of TCP instead of a faster network."""
+    """Return a line for the output, and whether it warns of TCP instead of a faster network."""
     network, uses, gpudirect = transport
     name = network or f"unknown; NCCL_DEBUG=INFO shows the log of {library}"
     if network == "Socket":
@@ -138,10 +138,10 @@ def describe(
 def log_of_nccl(
     environ: MutableMapping[str, str] = os.environ,
 ) -> Iterator[list[str]]:
-    """Direct NCCL's log into memory; after the `with` block, the list contains its lines.
+    """Write NCCL's log into memory; after the `with` block, the list contains its lines.
 
-    The variables for this are then restored, so that child processes do not inherit them. The list
-    stays empty if the user or the site has set NCCL_DEBUG.
+    Afterwards the variables for this are restored, so that child processes do not inherit them.
+    The list stays empty if the user or the site has set NCCL_DEBUG.
     """
     lines: list[str] = []
     if "NCCL_DEBUG" in environ or _is_configured(environ):
@@ -163,21 +163,21 @@ def log_of_nccl(
 
 
 def _discard_later_output(log: int) -> None:
-    """Let NCCL write to /dev/null instead of this file.
+    """Make NCCL write to /dev/null instead of this file.
 
-    NCCL reads the variables once in a process, and keeps the file open until the process ends. It
-    would fill the memory with the lines of each later communicator.
+    NCCL reads the variables once per process, and keeps the file open until the process ends. Each
+    later communicator would fill the memory with its lines.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of /proc/self/fd is closed by now
+        with contextlib.suppress(OSError):  # os.listdir()'s own descriptor is closed by now
             if int(name) != log and os.path.sameopenfile(int(name), log):
                 os.dup2(null, int(name), inheritable=False)
     os.close(null)
 
 
 def _is_configured(environ: Mapping[str, str]) -> bool:
-    """Return whether a configuration file of NCCL sets NCCL_DEBUG."""
+    """Whether a configuration file of NCCL sets NCCL_DEBUG."""
     for name in (environ.get("NCCL_CONF_FILE", ""), "~/.nccl.conf", "/etc/nccl.conf"):
         with contextlib.suppress(OSError):
             if b"NCCL_DEBUG=" in Path(os.path.expanduser(name)).read_bytes():

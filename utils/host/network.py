@@ -15,41 +15,41 @@ from collections.abc import Collection, Iterable, Sequence
 from ..errors import LaunchError
 from . import process
 
-PORT_RANGE = "DDPKIT_PORT_RANGE"  # "20000-20999": listen on these ports only
-INTERFACE = "DDPKIT_INTERFACE"  # "ib0": publish this interface's address only, and listen there
-_LISTEN_PORTS = range(20000, 32000)  # below the ports that Linux gives to outgoing connections
-_OTHER_BACKLOG = 512  # connections of others than the peers
+PORT_RANGE = "DDPKIT_PORT_RANGE"  # "20000-20999": listen only on these ports
+INTERFACE = "DDPKIT_INTERFACE"  # "ib0": publish only this interface's address, and listen there
+_LISTEN_PORTS = range(20000, 32000)  # below Linux's ports for outgoing connections
+_OTHER_BACKLOG = 512  # connections besides the peers'
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 0x1  # netdevice(7)
-# Bridges of containers and virtual machines: every host has the same address there.
+# Bridges of containers and virtual machines have the same address on every host.
 _PRIVATE_BRIDGES = ("docker", "virbr", "lxc", "lxd", "cni", "podman", "br-", "veth", "vmnet")
 
 
 def interfaces() -> dict[str, str]:
-    """Return the address of each interface that is up, by name, in the kernel's order.
+    """Return interface name -> address for each interface that is up, in the kernel's order.
 
-    It is IPv4, or a global IPv6 address where the interface has no other; those come last.
+    The address is IPv4. An interface with only a global IPv6 address comes last.
     """
-    import fcntl  # not on Windows, where no launcher runs either
+    import fcntl  # Unix only, like every launcher
 
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 flags = struct.unpack("16xH", fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[:18])[0]
                 if flags & _IFF_UP:
                     address = fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]
                     found[name] = socket.inet_ntoa(address)
     for line in process.read("/proc/net/if_inet6").decode().splitlines():
         digits, _, _, scope, _, name = line.split()
-        if scope == "00":  # global
+        if scope == "00":  # global scope
             found.setdefault(name, str(ipaddress.IPv6Address(int(digits, 16))))
     return found
 
 
 def listen_ports() -> range:
-    """Return the ports to choose from; LaunchError if those of PORT_RANGE are malformed."""
+    """Return the ports to choose from. Raises LaunchError if PORT_RANGE is malformed."""
     text = os.environ.get(PORT_RANGE, "")
     if not text:
         return _LISTEN_PORTS
@@ -61,16 +61,16 @@ def listen_ports() -> range:
 
 
 def free_ports() -> Sequence[int]:
-    """Return the ports to try where any will do: 0, or those of PORT_RANGE in a random order."""
+    """Return the ports to try if any will do: 0, or PORT_RANGE's ports in random order."""
     ports = listen_ports()
     return random.sample(ports, len(ports)) if os.environ.get(PORT_RANGE) else [0]
 
 
 def listen(port: int, peers: int, address: str = "") -> socket.socket:
-    """Return a listening socket; without an address for IPv4 and IPv6. Raises OSError.
+    """Return a listening socket, by default for IPv4 and IPv6. Raises OSError.
 
-    Where the accept queue is full, for others may connect as well, a peer waits a second: its
-    kernel sends the SYN again.
+    Other programs may connect, too, and fill the accept queue. A peer then waits a second, until
+    its kernel sends the SYN again.
     """
     is_dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET
@@ -80,15 +80,15 @@ def listen(port: int, peers: int, address: str = "") -> socket.socket:
 
 
 def published_address() -> str:
-    """Return the address of INTERFACE, to listen on; "" for all. Raises LaunchError."""
+    """Return the address of INTERFACE to listen on; "" for all. Raises LaunchError."""
     return local_addresses()[0] if os.environ.get(INTERFACE) else ""
 
 
 def address_towards(hosts: Sequence[str]) -> str:
-    """Return this host's address on the way to other hosts; "" where that is unknown.
+    """Return this host's address on the way to other hosts; "" if it is unknown.
 
-    The first and the last of the hosts stand for all: resolving every name would take too long. It
-    is that of INTERFACE, if that is set; without other hosts, it is that of loopback.
+    Only the first and the last host are resolved, because resolving all would take too long.
+    If INTERFACE is set, its address is returned. Without other hosts it is a loopback address.
     """
     if address := published_address():
         return address
@@ -103,7 +103,7 @@ def address_towards(hosts: Sequence[str]) -> str:
 
 
 def _source_address(targets: Sequence[str], own: Collection[str]) -> str:
-    """Return the address from which the first of the targets is reached; "" if it is this host."""
+    """Return this host's address on the way to the first target; "" if that is this host."""
     for target in targets[:1]:
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -119,7 +119,7 @@ def plain_address(address: str) -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the IP addresses of a host name, IPv4 first; empty where it does not resolve."""
+    """Return the IP addresses of a host name, IPv4 first; empty if it does not resolve."""
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -144,22 +144,23 @@ def resolve_on_fabric(host: str) -> list[str]:
 
 @functools.cache
 def is_loopback(address: str) -> bool:
-    """Return whether an IP address, or "localhost", is reachable from this host alone."""
+    """Whether an IP address, or "localhost", can be reached only from this host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return address == "localhost"
 
 
 def is_specific(address: str) -> bool:
-    """Return whether a listener at an IP address listens there alone; not "0.0.0.0" or "::"."""
+    """Whether a listener at this IP address listens only there; false for "0.0.0.0" and "::"."""
     return not ipaddress.ip_address(address.partition("%")[0]).is_unspecified
 
 
 def local_addresses() -> list[str]:
-    """Return addresses by which other hosts may reach this one, the likeliest first. No loopback.
+    """Return addresses at which other hosts may reach this one, the likeliest first.
 
-    The addresses of the host name come first, the one on the fabric at the top. Those of bridges
-    for containers come last. With INTERFACE it is that one's; raises LaunchError if it has none.
+    The fabric's address comes first, then others of the host name; bridges of containers come
+    last, loopback is left out. With INTERFACE, only that interface's address is returned; raises
+    LaunchError if it has none.
     """
     if chosen := os.environ.get(INTERFACE):
         present = interfaces()
@@ -183,16 +184,16 @@ def local_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has this address; None where there is none."""
+    """Return the name of the interface with this address; None if there is none."""
     return next(
         (name for name, own_address in interfaces().items() if own_address == address), None
     )
 
 
 def default_gloo_address() -> str | None:
-    """Return the address that gloo uses while GLOO_SOCKET_IFNAME is not set.
+    """Return the address that gloo uses if GLOO_SOCKET_IFNAME is not set.
 
-    It is the first address of the host name that belongs to this host.
+    It is the host name's first address that belongs to this host.
     """
     local = set(interfaces().values())
     resolved = resolve(socket.gethostname())
@@ -200,6 +201,6 @@ def default_gloo_address() -> str | None:
 
 
 def missing_interfaces(names: Iterable[str]) -> list[str]:
-    """Return those of the names that are not interfaces of this host."""
+    """Return the names that are not interfaces of this host."""
     present = {name for _, name in socket.if_nameindex()}
     return [name for name in names if name not in present]

@@ -1,6 +1,6 @@
-"""Read /proc: parents, command lines, variables, ports, signals and work of processes.
+"""Read /proc: parents, command lines, variables, ports, signals and resource use of processes.
 
-All readers of /proc use read(). Without /proc (macOS) nothing is found and nothing fails.
+All readers of /proc use read(). Without /proc (macOS) all results are empty, and nothing fails.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple, NoReturn
 
 
 def read(path: str) -> bytes:
-    """Return the content of a file; empty where it cannot be read or its process has ended."""
+    """Return the content of a file; empty if it cannot be read or its process has ended."""
     try:
-        with open(path, "rb", buffering=0) as file:  # twice as fast, for hundreds of files
+        with open(path, "rb", buffering=0) as file:  # unbuffered is twice as fast
             return file.read()
     except OSError:
         return b""
@@ -44,9 +44,9 @@ def _numbers_in(folder: str) -> list[int]:
 
 
 def stat(folder: str) -> tuple[str, list[str]]:
-    """Return a name (comm) and the fields behind it, from the state on; see proc_pid_stat(5).
+    """Return a process's name (comm) and the fields after it; see proc_pid_stat(5).
 
-    folder: of a process or a thread, such as /proc/self. Empty where there is no such process.
+    folder: of a process or a thread, such as /proc/self. Empty if there is no such process.
     """
     # "12 (a b) S 7 ...": the name may contain spaces and parentheses.
     content = read(f"{folder}/stat").decode(errors="replace")
@@ -55,18 +55,18 @@ def stat(folder: str) -> tuple[str, list[str]]:
 
 
 def name(pid: int) -> str:
-    """Return a process's name (comm), at most 15 characters; empty where there is none."""
+    """Return a process's name (comm), at most 15 characters; empty if there is none."""
     return stat(f"/proc/{pid}")[0]
 
 
 def parent(pid: int) -> int | None:
-    """Return the process id of a process's parent; None where there is no such process."""
+    """Return the parent's process id; None if there is no such process."""
     fields = stat(f"/proc/{pid}")[1]
     return int(fields[1]) if fields else None
 
 
 def session(pid: int) -> int | None:
-    """Return the session of a process; None where there is no such process."""
+    """Return the session of a process; None if there is no such process."""
     fields = stat(f"/proc/{pid}")[1]
     return int(fields[3]) if fields else None
 
@@ -74,14 +74,14 @@ def session(pid: int) -> int | None:
 def start_time(pid: int) -> int | None:
     """Return when a process was started, in clock ticks since boot.
 
-    None where there is no such process, or only its exit status is left.
+    None if there is no such process, or only its exit status is left.
     """
     fields = stat(f"/proc/{pid}")[1]
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
 def age() -> float:
-    """Return for how many seconds this process has existed; 0.0 without /proc."""
+    """Return the age of this process in seconds; 0.0 without /proc."""
     started = start_time(os.getpid())
     if started is None:
         return 0.0
@@ -89,13 +89,13 @@ def age() -> float:
 
 
 def status(pid: int) -> dict[str, str]:
-    """Return the lines of /proc/PID/status by their keys; empty where there is no such process."""
+    """Return the lines of /proc/PID/status by key; empty if there is no such process."""
     lines = read(f"/proc/{pid}/status").decode(errors="replace").splitlines()
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def why_stopped(pid: int) -> str:
-    """Return why a process does not run: "stopped by a signal" or that of a debugger, else ""."""
+    """Return why a process does not run: stopped by a signal or a debugger; "" if it runs."""
     found = status(pid)
     tracer = int(found.get("TracerPid", "0"))
     if tracer:
@@ -104,7 +104,7 @@ def why_stopped(pid: int) -> str:
 
 
 def command_line(pid: int) -> str:
-    """Return the words of a command, separated by spaces; empty where there is no such process.
+    """Return the words of a command, separated by spaces; empty if there is no such process.
 
     The program is reduced to its base name, because a folder's name may contain spaces.
     """
@@ -126,32 +126,32 @@ def parent_pids() -> Iterator[int]:
 
 
 def parents_by_pid() -> dict[int, int]:
-    """Return the parent's process id for each process of this host."""
+    """Return process id -> parent's process id, for all processes of this host."""
     parents = ((pid, parent(pid)) for pid in process_ids())
     return {pid: found for pid, found in parents if found is not None}
 
 
 def with_descendants(pids: Iterable[int]) -> list[int]:
-    """Return the processes and all that they have started, directly or not."""
+    """Return these processes and all their descendants."""
     parents, family = parents_by_pid(), list(pids)
-    for parent in family:  # grows: a shell that waits, and the programs that it has started
+    for parent in family:  # the list grows: a shell that waits, and the programs it has started
         family += [pid for pid, parent_pid in parents.items() if parent_pid == parent]
     return family
 
 
 def kill(pids: Iterable[int], session_id: int | None) -> None:
-    """Kill processes and all that they have started in a session, but not this process.
+    """Kill these processes and their descendants in a session, but not this process.
 
-    What has a session of its own was detached on purpose.
+    A process in a session of its own was detached on purpose.
     """
     for pid in with_descendants(pids):
         if pid != os.getpid() and session(pid) == session_id:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process may have ended
                 os.kill(pid, signal.SIGKILL)
 
 
 def end(exit_status: int) -> NoReturn:
-    """End this process at once, and all that it has started."""
+    """End this process and all its descendants at once."""
     kill([os.getpid()], os.getsid(0))
     os._exit(exit_status)
 
@@ -162,13 +162,13 @@ def end(exit_status: int) -> NoReturn:
 class Schedule(NamedTuple):
     """How the kernel has scheduled a thread."""
 
-    run_seconds: float  # on a core
-    ready_seconds: float  # waiting for a core
-    runs: int  # how often it was given a core
+    run_seconds: float  # seconds on a core
+    ready_seconds: float  # seconds of waiting for a core
+    runs: int  # number of times it got a core
 
 
 def schedule(thread_id: int, pid: int | str = "self") -> Schedule:
-    """Return how a thread has been scheduled; zeros where /proc does not show it."""
+    """Return a thread's scheduling statistics; zeros if /proc does not show them."""
     fields = read(f"/proc/{pid}/task/{thread_id}/schedstat").split()  # in nanoseconds
     if len(fields) != 3:
         return Schedule(0.0, 0.0, 0)
@@ -179,12 +179,12 @@ def schedule(thread_id: int, pid: int | str = "self") -> Schedule:
 
 
 def boot_id() -> str:
-    """Return what distinguishes this boot of this host from all others; empty without /proc."""
+    """Return an id of this boot of this host; empty without /proc."""
     return system_setting("kernel/random/boot_id")
 
 
 def system_setting(path: str) -> str:
-    """Return a setting of the kernel, such as "net/core/somaxconn"; empty without /proc."""
+    """Return a kernel setting such as "net/core/somaxconn"; empty without /proc."""
     return read(f"/proc/sys/{path}").decode(errors="replace").strip()
 
 
@@ -200,20 +200,20 @@ def namespace(kind: str) -> str:
 
 
 def work_done() -> tuple[float, float, bool, int]:
-    """Return CPU seconds, megabytes of I/O, whether a thread of this process waits for a disk, and
-    how often its main thread was woken up.
+    """Return the work of this process: CPU seconds, megabytes of I/O, whether a thread waits for a
+    disk now, and how often its main thread was woken up.
 
-    The first two include all descendants. CPU seconds include the time in which
-    other Python threads of this process waited for a core. They decrease when a thread or a child
-    ends. Zeros without /proc.
+    The first two include all descendants. CPU seconds include the time in which other Python
+    threads of this process waited for a core. They decrease when a thread or a child ends. Zeros
+    without /proc.
     """
-    # Not the threads of gloo: they look for work a hundred times a second.
-    main = threading.main_thread()  # its native_id is that of the parent after a fork
+    # Threads of gloo are left out: they look for work a hundred times a second.
+    main = threading.main_thread()  # after a fork, its native_id is still the parent's
     own = {os.getpid() if thread is main else thread.native_id for thread in threading.enumerate()}
     own.discard(threading.get_native_id())
     seconds = megabytes = 0.0
     for pid in with_descendants([os.getpid()]):
-        ticks = map(int, stat(f"/proc/{pid}")[1][11:15])  # with children that ended
+        ticks = map(int, stat(f"/proc/{pid}")[1][11:15])  # includes children that have ended
         seconds += sum(ticks) / os.sysconf("SC_CLK_TCK")
         threads = own if pid == os.getpid() else {pid}
         seconds += sum(schedule(thread, pid).ready_seconds for thread in threads if thread)
@@ -224,33 +224,33 @@ def work_done() -> tuple[float, float, bool, int]:
 
 
 def environment(pid: int) -> dict[bytes, bytes]:
-    """Return the variables a process was started with; empty where they may not be read."""
+    """Return a process's initial variables; empty if they may not be read."""
     words = read(f"/proc/{pid}/environ").split(b"\0")
     variables = (word.partition(b"=") for word in words)
     return {variable: value for variable, equals, value in variables if equals}
 
 
 def thread_names(pid: int) -> list[str]:
-    """Return the names (comm) of a process's threads; empty where there is none."""
+    """Return the names (comm) of a process's threads; empty if there is none."""
     return [stat(f"/proc/{pid}/task/{thread}")[0] for thread in thread_ids(pid)]
 
 
 def has_loaded_torch(pid: int) -> bool:
-    """Return whether a process has libtorch in its memory; false where that may not be read."""
+    """Whether a process has loaded libtorch; false if its memory map may not be read."""
     return b"/libtorch" in read(f"/proc/{pid}/maps")
 
 
 def uses_tcp_port(port: int, pid: int | str = "self") -> bool:
-    """Return whether a TCP socket of a process's host has this port at one end, in any state.
+    """Whether a TCP socket on a process's host uses this port, in any state.
 
-    The end that closes a connection first keeps it for a minute (TIME_WAIT).
+    The side that closes a connection first keeps the port for a minute (TIME_WAIT).
     """
     tables = [read(f"/proc/{pid}/net/{name}") for name in ("tcp", "tcp6")]
     return any(b":%04X " % port in table for table in tables)
 
 
 def ignores_signal(pid: int, number: int) -> bool:
-    """Return whether a process ignores a signal; false without /proc."""
+    """Whether a process ignores a signal; false without /proc."""
     return bool(int(status(pid).get("SigIgn", "0"), 16) >> (number - 1) & 1)
 
 
@@ -274,9 +274,9 @@ def mounts() -> list[Mount]:
 
 
 def awaits_signal(pid: int, number: int) -> bool:
-    """Return whether a process handles a signal, or blocks it to wait for it; true without /proc.
+    """Whether a process handles a signal, or blocks it to wait for it; true without /proc.
 
-    The default action of other signals than SIGCHLD and SIGCONT would end or stop it.
+    For signals other than SIGCHLD and SIGCONT, the default action would end or stop the process.
     """
     fields = status(pid)
     masks = [int(fields[key], 16) for key in ("SigBlk", "SigCgt") if key in fields]

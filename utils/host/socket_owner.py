@@ -1,4 +1,4 @@
-"""Find out which users have bound abstract unix-domain sockets: sock_diag(7) of Linux."""
+"""Find out which users have bound abstract Unix-domain sockets, through sock_diag(7) of Linux."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
 _REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
-_SHOW_NAME, _SHOW_UID = 0x01, 0x40  # UDIAG_SHOW_...; the second since Linux 5.3
-_NAME, _UID = 0, 7  # UNIX_DIAG_...: kinds of attributes
+_SHOW_NAME, _SHOW_UID = 0x01, 0x40  # UDIAG_SHOW_...; the second flag exists since Linux 5.3
+_NAME, _UID = 0, 7  # UNIX_DIAG_...: types of attributes
 _HEADER, _SOCKET, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBIII"), "=HH"
 _SECONDS = 2.0
-_MOST_BYTES = 64 << 20  # a million sockets
+_MOST_BYTES = 64 << 20  # bytes; enough for a million sockets
 
 
 def socket_owners(prefix: str) -> dict[str, int]:
-    """Return the user's id of each abstract socket whose name starts so; empty where unknown."""
+    """Return socket name -> user id for abstract sockets with this prefix; empty if unknown."""
     owners: dict[str, int] = {}
     if sys.platform != "linux":
         return owners
@@ -35,7 +35,7 @@ def socket_owners(prefix: str) -> dict[str, int]:
                 received += len(data)
                 while len(data) >= _HEADER.size:
                     length, kind, *_ = _HEADER.unpack_from(data)
-                    if kind != _SOCK_DIAG_BY_FAMILY:  # the end, or an error
+                    if kind != _SOCK_DIAG_BY_FAMILY:  # the end of the list, or an error
                         return owners
                     found = _attributes(data[_HEADER.size + _SOCKET.size : length])
                     name = found.get(_NAME, b"")
@@ -43,7 +43,7 @@ def socket_owners(prefix: str) -> dict[str, int]:
                         owners[name[1:].decode()] = int.from_bytes(found[_UID], sys.byteorder)
                     data = data[-(-length // 4) * 4 :]
     except (OSError, ValueError, struct.error):
-        pass  # a kernel without sock_diag
+        pass  # the kernel has no sock_diag
     return owners
 
 

@@ -1,7 +1,7 @@
-"""Check that a file or folder which the kit found by itself is this user's, and stays so.
+"""Check that a file or folder the kit has found belongs to this user, and stays so.
 
-A descriptor of what was checked is returned, and used from then on: a name can be given to another
-file at any time, a descriptor cannot.
+The functions return a descriptor of the checked file, which is used from then on: a name can be
+given to another file at any time, a descriptor cannot.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import suppress
 
 from . import process
 
-_MOST_LINKS = 40  # as Linux follows in one path
+_MOST_LINKS = 40  # Linux follows as many links in one path
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
-# A FIFO in the place of a file must not keep the process waiting.
+# O_NONBLOCK: a FIFO in the place of the file must not make the process wait.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class NotTrusted(PermissionError):
-    """Another user owns a file, or may replace it. The message is one sentence."""
+    """Another user owns a file, or can replace it. The message is one sentence."""
 
     def __init__(self, path: str, reason: str, remedy: str) -> None:
         super().__init__(errno.EPERM, f"{path} is not used, because {reason}; {remedy}")
@@ -33,14 +33,14 @@ class NotTrusted(PermissionError):
 def may_trust(path: str | os.PathLike[str], remedy: str, *, is_parent: bool = False) -> int:
     """Return an open descriptor of a file or folder that only this user and root can change.
 
-    Each folder above it is checked as well, and the folders to which links lead: another user may
-    neither own one, nor write into one without the sticky bit. Below a folder that nobody else may
-    enter, permissions to write do not count.
+    Each folder above it is checked as well, and each folder that a link leads to: another user may
+    neither own it, nor write into it without the sticky bit. Below a folder that nobody else may
+    enter, write permissions do not matter.
 
     remedy: what the user can do, such as "name another folder with --folder". is_parent: the path
-    is a folder in which the caller makes its own; it may be as /tmp is, which all may write into
-    and which has the sticky bit. Its descriptor serves as dir_fd, and for nothing else.
-    Raises NotTrusted, and OSError where the path cannot be opened.
+    is a folder in which the caller makes its own. It may be like /tmp, which all may write into
+    and which has the sticky bit. Its descriptor serves only as dir_fd.
+    Raises NotTrusted, and OSError if the path cannot be opened.
     """
     text = os.path.join(os.getcwd(), path)
     names = _names(text)
@@ -79,9 +79,9 @@ def may_trust(path: str | os.PathLike[str], remedy: str, *, is_parent: bool = Fa
 
 
 def make_folder(path: str | os.PathLike[str], mode: int, *, dir_fd: int | None = None) -> None:
-    """Make a folder with this mode, whatever the umask; FileExistsError where there is one.
+    """Make a folder with exactly this mode; FileExistsError if it exists.
 
-    The setgid bit is left as it is inherited: file systems count what groups use by it.
+    An inherited setgid bit stays: file systems use it to count what a group stores.
     """
     os.mkdir(path, mode & 0o700, dir_fd=dir_fd)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
@@ -92,7 +92,7 @@ def make_folder(path: str | os.PathLike[str], mode: int, *, dir_fd: int | None =
 
 
 def make_folders(path: str | os.PathLike[str], mode: int = 0o755) -> None:
-    """Make a folder and those above it that do not exist, with this mode, whatever the umask."""
+    """Make a folder and its missing parents with exactly this mode."""
     text = os.fspath(path)
     if not os.path.isdir(text):
         above = os.path.dirname(text.rstrip("/"))
@@ -103,10 +103,10 @@ def make_folders(path: str | os.PathLike[str], mode: int = 0o755) -> None:
 
 
 def open_private(name: str, dir_fd: int, remedy: str) -> int:
-    """Make a folder that only this user may enter, or open the one there is; return a descriptor.
+    """Open or make a folder that only this user may enter; return its descriptor.
 
-    Used as dir_fd, it is this user's alone, whoever may write into the folder that holds it.
-    Raises NotTrusted where another user has made it first, and OSError.
+    As dir_fd, it is private to this user, even if others may write into the parent folder.
+    Raises NotTrusted if another user has made it first, and OSError.
     """
     with suppress(FileExistsError):
         make_folder(name, 0o700, dir_fd=dir_fd)
@@ -126,10 +126,10 @@ def open_private(name: str, dir_fd: int, remedy: str) -> int:
 def open_owned(
     path: str | os.PathLike[str], owners: Collection[int], remedy: str = "remove it"
 ) -> int:
-    """Return an open descriptor of a file of one of these users that nobody else can write.
+    """Return an open descriptor of a file that one of these users owns and nobody else can write.
 
-    The folders above are not looked at: for files beside others that are used all the same.
-    Raises NotTrusted, and OSError where the path cannot be opened.
+    The folders above are not checked: their other files are used in any case.
+    Raises NotTrusted, and OSError if the path cannot be opened.
     """
     text = os.fspath(path)
     opened = os.open(text, _FILE)
@@ -146,14 +146,14 @@ def open_owned(
 
 
 def _names(path: str) -> list[str]:
-    """Return the parts of a path, the first one at the end."""
+    """Return the parts of a path in reverse order."""
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
 def _check_above(
     path: str, place: str, found: os.stat_result, remedy: str, is_closed: bool
 ) -> bool:
-    """Check a folder above; return whether others cannot enter it, or one above it."""
+    """Check a parent folder; return whether others cannot enter it or one above it."""
     _check_owner(path, place, found, remedy, is_above=True)
     _check_writers(path, place, found, remedy, is_closed, may_be_sticky=True)
     return is_closed or not found.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
@@ -168,7 +168,7 @@ def _check_writers(
     *,
     may_be_sticky: bool,
 ) -> None:
-    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)  # an ACL's are among the group's
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)  # the group's bits include an ACL
     is_sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if not writers or is_closed or (is_sticky and may_be_sticky):
         return
@@ -185,9 +185,9 @@ def _check_owner(
 
 
 def _root_in_container() -> int:
-    """Return the id that stands for root in this user namespace, and for all who have none; or 0.
+    """Return the id shown for root in this user namespace: 0, or the id of all unmapped users.
 
-    Containers that a user starts, as by Apptainer, map no other user: / and /home are "nobody's".
+    Containers started by a user, as by Apptainer, map no other user: / and /home are "nobody's".
     """
     mapped = process.read("/proc/self/uid_map").splitlines()
     if not mapped or any(line.split()[0] == b"0" for line in mapped):
@@ -196,7 +196,7 @@ def _root_in_container() -> int:
 
 
 def _describe(place: str, found: os.stat_result) -> str:
-    import pwd  # not on Windows, as grp
+    import pwd  # Unix only, like grp
 
     try:
         owner = pwd.getpwuid(found.st_uid).pw_name
@@ -206,9 +206,9 @@ def _describe(place: str, found: os.stat_result) -> str:
 
 
 def _is_private_group(group_id: int) -> bool:
-    """Whether a group is this user's alone: its name is the user's (pam_umask(8), "usergroups").
+    """Whether a group is private to this user: it has the user's name (pam_umask(8), "usergroups").
 
-    Where users have such groups, their umask is often 002.
+    If users have such groups, their umask is often 002.
     """
     import grp
     import pwd

@@ -1,6 +1,6 @@
 """The job around this process: the time left, and the way back into the queue.
 
-Modules are imported where they are used: a process needs those of one scheduler, and starts fast.
+Modules are imported where they are used. A process needs one scheduler, and starts fast.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class CurrentJob(NamedTuple):
-    """A job of Slurm or PBS."""
+    """A Slurm or PBS job."""
 
     scheduler: str  # "slurm" or "pbs"
-    job_id: str  # of an array element: Slurm "21", PBS "79[2].server"
+    job_id: str  # an array element: "21" in Slurm, "79[2].server" in PBS
 
     def seconds_left(self) -> float | None:
         """Query the seconds until the time limit; None without a limit or a response."""

@@ -1,4 +1,4 @@
-"""Run a scheduler's commands: one time limit, one decoding of their output, one error."""
+"""Run a scheduler's commands with a time limit, decode their output, raise one kind of error."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 
-TIMEOUT_SECONDS = 30.0  # longer than a busy scheduler takes to respond; a person is waiting
-SUBMIT_TIMEOUT_SECONDS = 300.0  # a submission that timed out may have succeeded
+TIMEOUT_SECONDS = 30.0  # seconds; a busy scheduler responds sooner, and a person is waiting
+SUBMIT_TIMEOUT_SECONDS = 300.0  # seconds; a submission that timed out may have succeeded
 
 _UNREACHABLE = (
     "Unable to contact slurm controller",
-    "Could not establish a configuration source",  # Slurm, on a host outside the cluster
-    "cannot connect to server",  # PBS
+    "Could not establish a configuration source",  # Slurm's message on a host outside the cluster
+    "cannot connect to server",  # PBS's message
 )
 
 
 class SchedulerError(RuntimeError):
     """The scheduler is not installed, did not respond in time, or refused.
 
-    command: the words that were run. exit_code: None where the command did not exit by itself, and
-    127 where it is not there.
-    output: its standard error, or else its standard output, stripped.
+    command: the command line. exit_code: None if the command did not exit by itself, 127 if it was
+    not found. output: its standard error, else its standard output, stripped.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ def run_command(
 ) -> str:
     """Run a scheduler's command and return its standard output.
 
-    without: variables of this process that the command does not get.
+    without: environment variables that are removed for the command.
     Raises SchedulerError when the command is not found, times out or fails.
     """
     shown = shlex.join(words)
@@ -68,7 +67,7 @@ def run_command(
             f"{words[0]} was not found ({error}). It is a command of the scheduler. Run this where "
             "the scheduler's commands are on PATH, such as a login node.",
             command=words,
-            exit_code=127,  # as of a shell
+            exit_code=127,  # a shell's status for a missing command
         ) from None
     except (OSError, ValueError) as error:
         raise SchedulerError(f"{shown} could not be started: {error}.", command=words) from None
@@ -81,7 +80,7 @@ def run_command(
 
     if done.returncode not in accepted_statuses:
         output = decode(done.stderr).strip() or decode(done.stdout).strip()
-        output = output.partition("\nusage: ")[0]  # ten lines of qsub, after the error itself
+        output = output.partition("\nusage: ")[0]  # qsub prints ten lines after the error
         hint = ""
         if any(text in output for text in _UNREACHABLE):
             hint = (
@@ -99,7 +98,7 @@ def run_command(
 
 
 def decode(raw: bytes) -> str:
-    """Decode a command's output as UTF-8, and as Latin-1 those lines that are not."""
+    """Decode output as UTF-8, and each line that is not UTF-8 as Latin-1."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""The exclude file: hosts that were found bad, which later jobs avoid for a day.
+"""The exclude file: hosts that were found bad. Later jobs avoid them for a day.
 
-One host per line: its name, the time when it was found bad (UTC), and the reason. A person may
-remove a line, or add one with a name alone, which does not expire.
+One host per line: its name, the time it was found bad (UTC), and the reason. A person may remove a
+line, or add a line with only a name, which does not expire.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .notation import same_host
 
-VARIABLE = "DDPKIT_EXCLUDE_FILE"  # in the jobs of ddpkit submit: the path of the file
+VARIABLE = "DDPKIT_EXCLUDE_FILE"  # set in jobs of ddpkit submit: path of the file
 LIFETIME_SECONDS = 24 * 3600.0
 _HEADER = "# Hosts that jobs avoid: name, time, reason. Remove the lines of one to allow it."
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> list[Entry]:
-    """Return the entries that have not expired; none where there is no file."""
+    """Return the entries that have not expired; empty if there is no file."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             entries = [_parse(line) for line in file if line.strip() and line[0] != "#"]
@@ -41,7 +41,7 @@ def read(path: str | os.PathLike[str]) -> list[Entry]:
 
 
 def add(path: str | os.PathLike[str], reasons: Mapping[str, str]) -> None:
-    """Append hosts with the reasons why they are bad: other jobs may do so at the same time.
+    """Append hosts, each with the reason why it is bad. Other jobs may append at the same time.
 
     Raises OSError.
     """
@@ -51,11 +51,11 @@ def add(path: str | os.PathLike[str], reasons: Mapping[str, str]) -> None:
     with open(os.open(path, flags, 0o644), "a", encoding="utf-8") as file:
         if os.fstat(file.fileno()).st_size == 0:
             text = f"{_HEADER}\n{text}"
-        file.write(text)  # in one call of write(2)
+        file.write(text)  # a single write(2), so lines do not mix
 
 
 def listed(path: str | os.PathLike[str], hosts: Iterable[str]) -> list[str]:
-    """Return those of the hosts that the file lists."""
+    """Return the hosts that are in the file."""
     bad = [entry.host for entry in read(path)]
     return [host for host in hosts if _names(host, bad)]
 

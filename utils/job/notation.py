@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-STOP_FILE = "DDPKIT_STOP_FILE"  # in the jobs of ddpkit submit: `submit stop` touches it
+STOP_FILE = "DDPKIT_STOP_FILE"  # set in jobs of ddpkit submit; `submit stop` touches the file
 
 
-_ADDRESS = re.compile(r"[0-9.]+|.*:.*")  # IPv4 or IPv6: what follows a dot is no domain
+_ADDRESS = re.compile(r"[0-9.]+|.*:.*")  # IPv4 or IPv6, where a dot begins no domain
 
 
 def short_name(host: str) -> str:
@@ -17,7 +17,7 @@ def short_name(host: str) -> str:
 
 
 def same_host(host: str, other: str) -> bool:
-    """Whether two names mean one host: they are equal, or one of them lacks its domain."""
+    """Whether two names mean the same host: they are equal, or one lacks its domain."""
     host, other = host.lower(), other.lower()
     lacks_domain = "." not in host or "." not in other
     return host == other or (lacks_domain and short_name(host) == short_name(other))
@@ -46,11 +46,11 @@ def parse_duration(text: str, *, plain_number_seconds: int = 60) -> int | None:
     if clock is not None:
         days = int(clock[1] or 0)
         fields = [int(field) for field in clock.groups()[1:] if field is not None]
-        if clock[1] is not None:  # hours first
+        if clock[1] is not None:  # days-hours, then perhaps minutes and seconds
             fields += [0] * (3 - len(fields))
         elif len(fields) == 1:
             return fields[0] * plain_number_seconds
-        else:  # seconds last
+        else:  # minutes:seconds, or hours:minutes:seconds
             fields = [0] * (3 - len(fields)) + fields
         hours, minutes, seconds = fields
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
@@ -77,7 +77,7 @@ def parse_size(text: str) -> int | None:
 
 
 def parse_number(text: str, *, signed: bool = False) -> int | None:
-    """Return a whole number; None for any other text. signed: accept one such as "-29"."""
+    """Return a whole number; None for any other text. signed: also accept "-29"."""
     text = text.strip()
     digits = text.removeprefix("-") if signed else text
     return int(text) if re.fullmatch("[0-9]{1,18}", digits) else None

@@ -1,4 +1,4 @@
-"""Jobs as PBS describes them: its commands, their output, the time left."""
+"""Run PBS commands and parse their records; query the time left."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from . import commands as command
 from .commands import SchedulerError
 from .notation import parse_duration
 
-DEFAULT_PREFIX = "/opt/pbs"  # where the packages of OpenPBS and PBS Professional install
+DEFAULT_PREFIX = "/opt/pbs"  # prefix of the OpenPBS and PBS Professional packages
 
 
 def find_program(name: str) -> str:
     """Return the path of a PBS command: on PATH, below PBS_EXEC or DEFAULT_PREFIX; else its name.
 
-    The Debian package slurm-wlm-torque installs Perl scripts called qsub, qstat and pbsnodes that
-    submit to Slurm, and they come before /opt/pbs/bin in a job's PATH. They are passed over.
+    The Debian package slurm-wlm-torque installs Perl scripts called qsub, qstat and pbsnodes, which
+    submit to Slurm. In a job's PATH they come before /opt/pbs/bin. They are skipped.
     """
     path = shutil.which(name)
     if path is not None and not submits_to_slurm(path):
@@ -43,7 +43,7 @@ def submits_to_slurm(path: str) -> bool:
 
 
 def configuration() -> dict[str, str]:
-    """Return the settings of pbs.conf(5), empty where there is no such file."""
+    """Return the settings in pbs.conf(5); empty if there is no such file."""
     path = os.environ.get("PBS_CONF_FILE", "/etc/pbs.conf")
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -53,9 +53,9 @@ def configuration() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in settings}
 
 
-# Low byte of PBSE_JOBHISTNOTSET (15140): qstat -x where the server has no job_history_enable.
+# Low byte of PBSE_JOBHISTNOTSET (15140): exit status of qstat -x without job_history_enable.
 _NO_HISTORY = 36
-JOB_FINISHED = 35  # also of qdel
+JOB_FINISHED = 35  # exit status of qstat and qdel
 MISSING_JOBS = (153, JOB_FINISHED, _NO_HISTORY)  # exit statuses of qstat
 
 
@@ -82,9 +82,9 @@ def query_objects(
 def query_job(
     job_id: str, *, ended: bool = False, timeout_seconds: float = command.TIMEOUT_SECONDS
 ) -> Fields | None:
-    """Return the record of a job; None where the output does not hold it.
+    """Return the record of a job; None if the output lacks it.
 
-    ended: also look among the jobs that have ended, where the server keeps a history.
+    ended: also search ended jobs, if the server keeps a history.
 
     Raises SchedulerError when qstat fails, also for an unknown job.
     """
@@ -95,7 +95,7 @@ def query_job(
         if not ended or error.exit_code != _NO_HISTORY:
             raise
         jobs = {}
-    if ended and not jobs:  # OpenPBS 23 exits with 0 where it keeps no history
+    if ended and not jobs:  # OpenPBS 23 exits with 0 even if it keeps no history
         return query_job(job_id, timeout_seconds=timeout_seconds)
     for name, job in jobs.items():
         if name == job_id or name.partition(".")[0] == job_id:
@@ -103,18 +103,18 @@ def query_job(
     return next(iter(jobs.values())) if len(jobs) == 1 else None
 
 
-# One record: attribute -> text as printed. The members of an attribute have names such as
-# "Resource_List.walltime", as in `qstat -f`.
+# One record: attribute -> text as printed. Nested attributes have names as in `qstat -f`:
+# "Resource_List.walltime".
 Fields = dict[str, str]
 
-# A line such as '"A": 005,': JSON has no such number, and versions before 2024 print it so.
+# Matches the line '"A": 005,'. JSON has no such number, but PBS before 2024 prints it.
 _BARE_VALUE = re.compile(r'^(\s*"[^"\n]*":\s*)([^\s"{\[][^\n]*?)(,?)$', re.MULTILINE)
 
 
 def objects(text: str, kind: str) -> dict[str, Fields]:
     """Return the records in the JSON output of qstat or pbsnodes, by name and in its order.
 
-    kind: "Jobs" of `qstat -f -F json`, "Queue" with -Qf, "Server" with -Bf, "nodes" of
+    kind: "Jobs" for `qstat -f -F json`, "Queue" for -Qf, "Server" for -Bf, "nodes" for
     `pbsnodes -a -F json`.
 
     PBS prints every value that looks like a number as a JSON number (a job named 0123 as 123, the
@@ -123,7 +123,7 @@ def objects(text: str, kind: str) -> dict[str, Fields]:
 
     Raises SchedulerError where the text is not JSON of this form.
     """
-    import json  # a launch needs the rest of this file often and this function seldom
+    import json  # only here: a launch often imports this module, and rarely parses JSON
 
     try:
         printed = json.loads(_BARE_VALUE.sub(r'\1"\2"\3', text), strict=False)
@@ -151,11 +151,11 @@ def _as_text(value: object) -> str:
     return "null" if value is None else str(value).lower()  # True, False
 
 
-_TIMEOUT_SECONDS = 10.0  # of a query; a job is waiting
+_TIMEOUT_SECONDS = 10.0  # seconds per query; a job is waiting
 
 
 def query_running_job(job_id: str) -> Fields:
-    """Return the record of the job around this process; empty where qstat does not respond."""
+    """Return the record of the job around this process; empty if qstat does not respond."""
     try:
         return query_job(job_id, timeout_seconds=_TIMEOUT_SECONDS) or {}
     except SchedulerError:
@@ -165,7 +165,7 @@ def query_running_job(job_id: str) -> Fields:
 def seconds_left(job_id: str) -> float | None:
     """Query the seconds until the walltime limit; None without a limit or a response.
 
-    What PBS counted is up to two minutes old: the time since the start counts too.
+    PBS counts the used time only every two minutes, so the time since the start is considered, too.
     """
     from email.utils import parsedate  # loads many modules, which a launch does not need
 

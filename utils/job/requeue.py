@@ -1,4 +1,4 @@
-"""Put a stopped Slurm job back into its queue. _refusal() decides whether it may be requeued."""
+"""Put a stopped Slurm job back into its queue. _refusal() decides whether that is allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .commands import SchedulerError, run_command
 from .notation import STOP_FILE, parse_number
 from .slurm_job import Fields, records, unique_job_id
 
-CHAIN_VARIABLE = "DDPKIT_CHAIN"  # in a job of a chain: its id
+CHAIN_VARIABLE = "DDPKIT_CHAIN"  # set in a job of a chain: the chain's id
 
 _log = get_logger(__name__)
 
@@ -38,13 +38,13 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
     """Put this job back into the queue with `scontrol requeue`; return whether it is there.
 
     Only rank 0 calls it, after all ranks have saved. After True, Slurm ends this run in a moment.
-    False outside of Slurm, since PBS lets only operators requeue; in a chain, since its next job
-    continues; after `ddpkit submit stop`, which ends the job; and where the kit or Slurm refuses,
-    with the reason logged.
+    Returns False outside of Slurm, because PBS lets only operators requeue; in a chain, because its
+    next job continues; after `ddpkit submit stop`, which ends the job; and if the kit or Slurm
+    refuses, with the reason logged.
 
-    The requeued job avoids the hosts that the file DDPKIT_EXCLUDE_FILE lists.
+    The requeued job avoids the hosts in the file DDPKIT_EXCLUDE_FILE.
 
-    limit: restarts after which the job is not requeued again.
+    limit: number of restarts after which the job is not requeued again.
     """
     try:
         around = current_job(environ)
@@ -62,7 +62,7 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
         [job, *_] = records(run_command(["scontrol", "show", "job", job_id])) or [{}]
         is_ending = job.get("JobState") in ("COMPLETING", "STAGE_OUT")
         if is_ending and (parse_number(job.get("Restarts", "")) or 0) > restarts:
-            return True  # somebody has requeued this run already, for example with scontrol
+            return True  # the run is requeued already, for example by scontrol
         if why := _refusal(restarts, limit, job, is_ending):
             _log.warning("job %s is not put back into the queue: %s", job_id, why)
             return False
@@ -80,7 +80,7 @@ def requeue(environ: Mapping[str, str] = os.environ, *, limit: int = 1000) -> bo
 
 
 def _exclude_bad_hosts(job_id: str, environ: Mapping[str, str]) -> None:
-    """Let the requeued job avoid the listed hosts. Slurm allows that for pending jobs only."""
+    """Let the requeued job avoid the listed hosts. Slurm allows that only for pending jobs."""
     hosts = [entry.host for entry in exclude_file.read(environ.get(exclude_file.VARIABLE, ""))]
     if not hosts:
         return
@@ -98,7 +98,7 @@ def _exclude_bad_hosts(job_id: str, environ: Mapping[str, str]) -> None:
 def _refusal(restarts: int, limit: int, job: Fields, is_ending: bool) -> str:
     """Return why a job that has saved may not be requeued; "" if it may.
 
-    restarts: how often the job was restarted before this run. job: what scontrol shows.
+    restarts: number of restarts before this run. job: record from scontrol.
     """
     if restarts >= limit:
         return (
@@ -106,8 +106,8 @@ def _refusal(restarts: int, limit: int, job: Fields, is_ending: bool) -> str:
             "it still makes progress"
         )
 
-    # Slurm states a reason when it ends a job itself: TimeLimit, or a preemption. scancel leaves
-    # none, and somebody wants that job to end.
+    # Slurm states a reason when it ends a job itself: TimeLimit, or a preemption. After scancel
+    # there is none: a person wants that job to end.
     has_reason = job.get("Reason", "None") not in ("", "None")
     was_preempted = job.get("PreemptTime", "None") not in ("None", "Unknown")
     if is_ending and not has_reason and not was_preempted:

@@ -1,7 +1,7 @@
-"""Let a pending Slurm job avoid hosts: its ExcNodeList.
+"""Let a pending Slurm job avoid hosts, through its ExcNodeList.
 
-`scontrol update` changes ExcNodeList of a pending job only, for its owner too (_update_job() in
-job_mgr.c of 22.05 and 25.11). A requeued job is pending at once and keeps the list.
+`scontrol update` changes ExcNodeList only for a pending job, even for its owner (_update_job() in
+job_mgr.c of 22.05 and 25.11). A requeued job is pending at once, and keeps the list.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from .commands import run_command
 from .notation import parse_number, same_host
 from .slurm_job import expand_hostlist, records
 
-_TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
+_TIMEOUT_SECONDS = 10.0  # seconds per query; a job or a user waits
 
 
 def exclude_hosts(job_id: str, hosts: Sequence[str], dry_run: bool = False) -> str:
-    """Add hosts to those that a pending job avoids; return why that cannot be, or "".
+    """Let a pending job avoid more hosts; return why that is not possible, or "".
 
     Raises SchedulerError.
     """
@@ -26,7 +26,7 @@ def exclude_hosts(job_id: str, hosts: Sequence[str], dry_run: bool = False) -> s
     names, total = nodes_of(hosts, job.get("Partition", ""))
     try:
         excluded = expand_hostlist(node_list) if node_list else []
-    except ValueError:  # a form of a later Slurm
+    except ValueError:  # a format of a later Slurm
         excluded = []
     new = [name for name in names if name not in excluded]
     if not new:
@@ -40,9 +40,9 @@ def exclude_hosts(job_id: str, hosts: Sequence[str], dry_run: bool = False) -> s
 
 
 def nodes_of(hosts: Sequence[str], partition: str) -> tuple[list[str], int]:
-    """Return the names of the nodes that are these hosts, and the number of all nodes.
+    """Return the names of these hosts' nodes, and the number of all nodes.
 
-    A node need not be named as its host is.
+    A node's name may differ from its host's.
     """
     query = ["sinfo", "--noheader", "--Node", "--format", "%N %n"]
     if partition:

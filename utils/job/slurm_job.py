@@ -1,4 +1,4 @@
-"""Jobs as Slurm describes them: records, host lists, variables, the time left."""
+"""Parse Slurm's records, host lists and variables of a job; query the time left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fields = dict[str, str]  # one record: field name or column -> text as printed
 _RECORD_START = re.compile(r"(?:JobId|NodeName|PartitionName)=")
 _FIELD_LINE = re.compile(r" +[A-Za-z][A-Za-z0-9_./:-]*=")
 _FIELD = re.compile(r"(?:^|(?<=\s))([A-Za-z][A-Za-z0-9_./:-]*)=")
-# Texts that people choose. scontrol prints each as the last field of a line.
+# Fields with text that people choose. scontrol prints each of them as the last field of a line.
 _FREE_TEXT = frozenset(
     "JobName Command WorkDir StdErr StdIn StdOut SubmitLine Comment AdminComment SystemComment "
     "Extra OS Power".split()
@@ -27,8 +27,8 @@ _FREE_TEXT = frozenset(
 def records(text: str) -> list[Fields]:
     """Return the records of `scontrol show job|node|partition` (without --oneliner), in order.
 
-    `scontrol --details show job` prints a line for each group of equal nodes; they are kept as the
-    lines of the field "Nodes". "(null)" and "N/A" stay as printed.
+    `scontrol --details show job` prints a line for each group of equal nodes. These lines become
+    the lines of the field "Nodes". "(null)" and "N/A" stay as printed.
     """
     found: list[Fields] = []
     last_field = ""
@@ -36,7 +36,7 @@ def records(text: str) -> list[Fields]:
         if _RECORD_START.match(line):
             found.append({})
         elif not _FIELD_LINE.match(line):
-            if found and last_field in _FREE_TEXT and line.strip():  # a line break in a name
+            if found and last_field in _FREE_TEXT and line.strip():  # a name contains a line break
                 found[-1][last_field] += "\n" + line
             continue
         if not found:
@@ -77,8 +77,7 @@ def expand_hostlist(text: str) -> list[str]:
 
     For example "n[1-2,04]-ib,login1,rack[0-1]n[2-3]" (scontrol(1), hostlist expressions).
 
-    Raises ValueError where the text does not follow the grammar or means more hosts than a cluster
-    can have.
+    Raises ValueError if the text breaks the grammar, or means more hosts than a cluster can have.
     """
     hosts: list[str] = []
     position = 0
@@ -111,7 +110,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _expand_numbers(numbers: str, text: str) -> list[str]:
-    """Expand "1-2,04" to ["1", "2", "04"]: leading zeros give the width."""
+    """Expand "1-2,04" to ["1", "2", "04"]; a leading zero sets the width."""
     found: list[str] = []
     for part in numbers.split(","):
         match = _RANGE.match(part)
@@ -129,10 +128,9 @@ def _expand_numbers(numbers: str, text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Return one number for each node: "2,1(x2)" -> [2, 1, 1], the form of SLURM_TASKS_PER_NODE.
+    """Return a number for each node: "2,1(x2)" -> [2, 1, 1]. SLURM_TASKS_PER_NODE has this form.
 
-    Raises ValueError where the text does not follow the grammar or means more nodes than a cluster
-    can have.
+    Raises ValueError if the text breaks the grammar, or means more nodes than a cluster can have.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -150,20 +148,20 @@ def expand_counts(text: str) -> list[int]:
 
 
 def unique_job_id(environ: Mapping[str, str]) -> str:
-    """Return an id that no other job has: "21", of an array element "20_1".
+    """Return an id that no other job has: "21"; "20_1" for an array element.
 
-    SLURM_JOB_ID of the last element of an array is the id of the whole array.
+    The SLURM_JOB_ID of an array's last element is the id of the whole array.
     """
     array, index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{index}" if array and index else environ["SLURM_JOB_ID"]
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether this is a step, whose variables hide some of the job's. salloc's shell may be one."""
+    """Whether this is a step: its variables hide some of the job's. salloc's shell may be one."""
     return step_name(environ) not in ("", "batch")
 
 
-_TIMEOUT_SECONDS = 10.0  # of a query; a job is waiting
+_TIMEOUT_SECONDS = 10.0  # seconds per query; a job is waiting
 
 
 def seconds_left(job_id: str) -> float | None:
@@ -174,12 +172,12 @@ def seconds_left(job_id: str) -> float | None:
     except SchedulerError:
         output = ""
     for line in output.splitlines():
-        # The id of the last element of an array selects the whole array.
+        # An array's id, which is also the id of its last element, selects the whole array.
         found, _, left = line.partition(" ")
         if found == job_id:
             return parse_duration(left)
 
-    end = parse_number(os.environ.get("SLURM_JOB_END_TIME", ""))  # since Slurm 23.02
+    end = parse_number(os.environ.get("SLURM_JOB_END_TIME", ""))  # Slurm 23.02 and newer
     if end is None or os.environ.get("SLURM_JOB_ID") != job_id:
         return None
     return max(0.0, end - time.time())

@@ -17,8 +17,8 @@ from .torchrun import RANK_VARIABLES, ByHand, Single, Torchrun, is_stale
 _BY_HAND, _SINGLE = ByHand(), Single()
 _BY_NAME = "it was requested by name"
 
-# The order decides where the parent processes do not: a launcher that usually runs inside others
-# comes before them, and one whose variables include another's comes before that.
+# If the parent processes do not decide, the first launcher wins. A launcher that usually runs
+# inside others comes before them; so does one whose variables include another's.
 LAUNCHERS: list[Launcher] = [
     Torchrun(),
     Submitit(),
@@ -37,7 +37,7 @@ LAUNCHERS: list[Launcher] = [
 class Detection(NamedTuple):
     """The launcher that started this process, its placement, and the reason for the decision.
 
-    environ: the variables, without those that belong to another launch.
+    environ: the variables, without another launch's.
     """
 
     launcher: Launcher
@@ -55,12 +55,12 @@ def detect(
     """Return the placement of this process, given by the innermost launcher that started it.
 
     environ: the variables to read.
-    ancestors: command lines of the parent processes, nearest first. None reads them from /proc if
-    environ is os.environ; else it stands for none.
-    launcher: the name of the launcher to use, as in LAUNCHERS; None detects it.
+    ancestors: command lines of the parent processes, nearest first. Default: read from /proc if
+    environ is os.environ, else none.
+    launcher: name of the launcher to use, as in LAUNCHERS; None detects it.
 
-    Raises LaunchError when the launcher's variables are incomplete or contradict each other, or
-    when the requested launcher did not start this process; ValueError for an unknown launcher.
+    Raises LaunchError if the launcher's variables are incomplete or contradict each other, or the
+    requested launcher did not start this process; ValueError for an unknown launcher.
     """
     return find_launcher(environ, ancestors=ancestors, launcher=launcher).placement
 
@@ -71,7 +71,7 @@ def find_launcher(
     ancestors: Iterable[str] | None = None,
     launcher: str | None = None,
 ) -> Detection:
-    """Return what detect() finds, with the launcher itself and the reason. Arguments as there."""
+    """Return the result of detect(), with the launcher itself and the reason. Same arguments."""
     rank = rank_process(environ)
     above = rank if rank and not rank.is_this else None  # the rank that has started this process
     if ancestors is None:
@@ -79,7 +79,7 @@ def find_launcher(
         ancestors = map(command_line, pids) if environ is os.environ else ()
 
     by_hand = launcher == _BY_HAND.name
-    if above and by_hand and is_set(environ, "RANK"):  # also below torchrun's
+    if above and by_hand and is_set(environ, "RANK"):  # also below torchrun
         return Detection(_BY_HAND, _read(_BY_HAND, environ), _BY_NAME, environ)
     between, reason = _between(environ, ancestors) if above and not by_hand else (None, "")
     decides = above is not None and launcher in (None, between.name if between else _SINGLE.name)
@@ -112,7 +112,7 @@ def find_launcher(
 
 
 def _by_name(environ: Mapping[str, str], name: str) -> Detection:
-    """Use the launcher that the user has named."""
+    """Use the launcher that the user has named, without detection."""
     named = [launcher for launcher in LAUNCHERS if launcher.name == name]
     if not named:
         known = ", ".join(dict.fromkeys(launcher.name for launcher in LAUNCHERS))
@@ -135,8 +135,8 @@ def _nearest(
 ) -> tuple[Launcher | None, str]:
     """Return the launcher that started the nearest parent process, and the reason.
 
-    None and "" where no parent process belongs to one of these launchers.
-    by_name: only programs that have a launcher's name count.
+    Returns (None, "") if no parent process belongs to one of these launchers.
+    by_name: count only programs that have a launcher's name.
     """
     for command in ancestors:
         for launcher in launchers:
@@ -155,9 +155,9 @@ def _check_outer(
     candidates: list[Launcher],
     ancestors: Iterable[str],
 ) -> None:
-    """Raise LaunchError where an outer launcher has started several agents that are each alone.
+    """Raise LaunchError if an outer launcher has started several agents, each for itself.
 
-    ancestors: of the agent.
+    ancestors: ancestors of the agent.
     """
     outer, _ = _nearest(
         environ, [launcher for launcher in candidates if launcher is not chosen], ancestors

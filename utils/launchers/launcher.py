@@ -10,13 +10,13 @@ from ..errors import LaunchError
 from .rank_variables import LAUNCH_RANK
 
 _T = TypeVar("_T")
-SERVICE = "ddpkit"  # the name, or key, under which rank 0 publishes
+SERVICE = "ddpkit"  # name or key under which rank 0 publishes
 
 
 class NameServiceUnavailable(RuntimeError):
     """This process cannot use the launcher's name service. The message gives the reason.
 
-    affects_mpi: whether the MPI library would fail for the same reason and must not be started.
+    affects_mpi: whether the MPI library would fail for the same reason, and must not be started.
     """
 
     def __init__(self, message: str, *, affects_mpi: bool = False) -> None:
@@ -25,19 +25,19 @@ class NameServiceUnavailable(RuntimeError):
 
 
 class NameService:
-    """What passes a text from rank 0 to all other ranks of one launch. All times are in seconds.
+    """Passes a text from rank 0 to all other ranks of a launch. All times are in seconds.
 
-    is_private: other users cannot read the text.
+    is_private: whether other users cannot read the text.
     """
 
     is_private = True
 
     def publish(self, text: str, timeout: float) -> None:
-        """On rank 0, publish `text`: below 200 bytes, no white space."""
+        """Publish `text` on rank 0; it has less than 200 bytes and no white space."""
         raise NotImplementedError
 
     def look_up(self, timeout: float) -> str | None:
-        """On another rank, return the published text; None if there is none within `timeout`."""
+        """Return the published text on another rank; None if there is none within `timeout`."""
         raise NotImplementedError
 
 
@@ -53,11 +53,11 @@ def poll(query: Callable[[], _T | None], timeout: float, longest_pause: float = 
 
 
 class Placement(NamedTuple):
-    """The place of this process among the processes of its launch. All values are of one launcher.
+    """The place of this process among the processes of its launch, read from one launcher.
 
     launcher: its name. rank, world_size: among all processes of the launch.
-    local_rank, local_world_size: among those of this host; None where the launcher does not
-    report them, and the start-up exchange determines them. notes: messages for the user.
+    local_rank, local_world_size: among the processes of this host; None if the launcher does not
+    report them, so that the start-up exchange determines them. notes: messages for the user.
     """
 
     launcher: str
@@ -68,7 +68,7 @@ class Placement(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def replace(self, **changes: Any) -> Placement:
-        """Return a copy in which the named fields have other values."""
+        """Return a copy with the named fields replaced."""
         return self._replace(**changes)
 
     @property
@@ -77,7 +77,7 @@ class Placement(NamedTuple):
         return self.local_world_size == self.world_size
 
     def check(self) -> None:
-        """Raise LaunchError when the numbers contradict each other."""
+        """Raise LaunchError if the numbers contradict each other."""
         world, local_rank = self.world_size, self.local_rank or 0
         local = world if self.local_world_size is None else self.local_world_size
         for name, value, is_right, expected in (
@@ -96,63 +96,64 @@ class Placement(NamedTuple):
 class Launcher:
     """One launcher: how to recognise its ranks, and how they find each other.
 
-    A subclass gives names of variables and programs below, and overrides the methods where its
-    launcher differs. A new launcher is one such class and its entry in detect.LAUNCHERS.
+    A subclass sets the names of variables and programs below, and overrides methods for its
+    launcher's peculiarities. A new launcher is one such class and its entry in detect.LAUNCHERS.
     """
 
-    name = ""  # as users write it, for example "openmpi"
-    command = ""  # what starts the ranks, for messages: "mpirun (Open MPI)"; default: the name
+    name = ""  # name in options and messages: "openmpi"
+    command = ""  # starts the ranks, for messages: "mpirun (Open MPI)"; default: the name
 
-    # Names of the variables that hold the numbers of Placement; "" where there is no such variable.
+    # Names of the variables that hold the numbers of Placement; "" if there is no such variable.
     rank_variable = ""
     world_size_variable = ""
     local_rank_variable = ""
     local_world_size_variable = ""
 
-    # Further variables that only a rank has.
+    # More variables that only a rank has.
     marker_variables: tuple[str, ...] = ()
-    # Variables of the job, or of other launchers, that read() uses. They do not make a rank.
+    # Variables of the job, or of other launchers, that read() uses. They do not identify a rank.
     job_variables: tuple[str, ...] = ()
-    # Variables that have the same values on all ranks of a launch, and others in another launch.
+    # Variables with the same values on all ranks of a launch, and other values in another launch.
     identity_variables: tuple[str, ...] = ()
 
-    # Names of the programs whose child processes are ranks. "mpiexec*" is any name that begins so.
+    # Programs whose child processes are ranks. "mpiexec*" stands for any name with this prefix.
     parent_programs: tuple[str, ...] = ()
-    # Names of the launchers whose variables this launcher sets as well.
+    # Launchers whose variables this launcher sets as well.
     also_sets: tuple[str, ...] = ()
-    # How the version text of an MPI library that belongs to this launcher may begin. Empty where
-    # the ranks are not MPI processes.
+    # Possible beginnings of the version text of this launcher's MPI library. Empty if the ranks are
+    # not MPI processes.
     mpi_libraries: tuple[str, ...] = ()
 
-    # Whether it starts the ranks, rather than a person or a script.
+    # Whether the launcher starts the ranks; a person or a script does not count.
     starts_processes = True
-    # Whether MASTER_ADDR and MASTER_PORT are part of the launch, and so must be set.
+    # Whether MASTER_ADDR and MASTER_PORT are part of the launch, and must be set.
     requires_master_address = False
     # Whether this launcher itself sets RANK and the variables like it.
     sets_rank_variables = False
-    # The variable that holds the number of agents, each of which counts its own ranks as local,
-    # also where two agents share a host; "" for a launcher without agents.
+    # Variable with the number of agents. Each agent counts only its own ranks as local, even if two
+    # agents share a host. "" for a launcher without agents.
     num_agents_variable = ""
-    # How it passes exported variables to all ranks, to end a sentence; "" where it does anyway.
+    # How to pass exported variables to all ranks, as the end of a sentence; "" if that is
+    # automatic.
     export_hint = ""
-    # Whether variables of this launcher are worth a note when another one has started the process.
+    # Whether this launcher's variables are worth a note if another one has started the process.
     is_noted_when_ignored = True
 
     # Recognising a rank
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
-        """Return whether this launcher's variables are set, also if they are incomplete."""
+        """Whether this launcher's variables are set, completely or not."""
         return bool(is_set(environ, *self.number_variables))
 
     def is_undecided(self, environ: Mapping[str, str]) -> bool:
-        """Return whether variables that is_present() rejects may still be a rank's.
+        """Whether variables that is_present() rejects may still belong to a rank.
 
         Then the parent processes decide, and read() reports what is wrong with the variables.
         """
         return False
 
     def is_parent(self, command: str) -> bool:
-        """Return whether a command line is of a program whose child processes are ranks."""
+        """Whether a command line belongs to a program whose child processes are ranks."""
         program = command.split(maxsplit=1)[0] if command.strip() else ""
         program = program.rpartition("/")[2]
         return any(
@@ -161,20 +162,20 @@ class Launcher:
         )
 
     def is_named(self, command: str) -> bool:
-        """Return whether the command line itself names this launcher."""
+        """Whether the command line itself names this launcher."""
         return self.is_parent(command)
 
     def starts_shell(self, command: str, environ: Mapping[str, str]) -> bool:
-        """Return whether a command line is of a program that starts a job's script or a shell.
+        """Whether a command line belongs to a program that starts a job's script or a shell.
 
-        Below it the variables of outer launchers are inherited: they do not make a rank.
+        Below it, variables of outer launchers are inherited and do not identify a rank.
         """
         return False
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         """Return the placement that the variables describe.
 
-        Raises LaunchError when they are incomplete, malformed or contradictory.
+        Raises LaunchError if they are incomplete, malformed or contradictory.
         """
         required = (self.rank_variable, self.world_size_variable)
         rank, world_size = (number(environ, name) for name in required)
@@ -191,47 +192,47 @@ class Launcher:
         return Placement(self.name, rank, world_size, local_rank, local_world_size)
 
     def describe_start(self, environ: Mapping[str, str]) -> str:
-        """Return how the ranks were started, for people: "started by srun (Slurm)"."""
+        """Return how the ranks were started, for messages: "started by srun (Slurm)"."""
         command = self.command or self.name
         if environ.get(LAUNCH_RANK):
             return f"started by ddpkit launch with {command}"
         return f"started by {command}"
 
     def notes(self, environ: Mapping[str, str], placement: Placement) -> Iterator[str]:
-        """Yield messages for the user about a placement that was detected, not requested."""
+        """Yield messages for the user about a detected placement, not a requested one."""
         yield from ()
 
     # Finding rank 0
 
     def identity(self, environ: Mapping[str, str], placement: Placement) -> str:
-        """Return a text that all ranks of this launch have and no other launch has, or ""."""
+        """Return a text that all ranks of this launch share and no other launch has, or ""."""
         values = [environ.get(name, "") for name in self.identity_variables]
         return ":".join([self.name, *values]) if any(values) else ""
 
     def candidate_hosts(self, environ: Mapping[str, str]) -> tuple[list[str], str]:
         """Return hosts where rank 0 may be, the likeliest first, and the variable that lists them.
 
-        By default they are the hosts of a PBS job. Raises LaunchError when the list is malformed.
+        Default: the hosts of a PBS job. Raises LaunchError if the list is malformed.
         """
         return list(dict.fromkeys(node_file(environ).split())), "PBS_NODEFILE"
 
     def all_have_hosts(self, environ: Mapping[str, str]) -> bool:
-        """Return whether the ranks of every host have the list of candidate_hosts()."""
+        """Whether the ranks on every host have the list of candidate_hosts()."""
         return True
 
     def resolve(self, host: str) -> list[str]:
-        """Return the IP addresses of a host whose name the system does not resolve."""
+        """Return the IP addresses of a host name that the system does not resolve."""
         return []
 
     def name_service(self, environ: Mapping[str, str]) -> NameService | None:
-        """Return the launcher's name service; None where it has none.
+        """Return the launcher's name service; None if it has none.
 
-        Raises NameServiceUnavailable when this process cannot use it.
+        Raises NameServiceUnavailable if this process cannot use it.
         """
         return None
 
     def has_store(self, environ: Mapping[str, str]) -> bool:
-        """Return whether the launcher runs a torch store at MASTER_ADDR and MASTER_PORT."""
+        """Whether the launcher runs a torch store at MASTER_ADDR and MASTER_PORT."""
         return False
 
     # Names of variables
@@ -245,7 +246,7 @@ class Launcher:
 
     @property
     def rank_variables(self) -> tuple[str, ...]:
-        """The variables that only a rank has. A program that starts a new launch removes them."""
+        """Variables that only a rank has. A program that starts a new launch removes them."""
         return (*self.number_variables, *self.marker_variables)
 
     @property
@@ -255,7 +256,7 @@ class Launcher:
 
 
 def number(environ: Mapping[str, str], name: str) -> int | None:
-    """Return a variable's value as a whole number; None where it is unset or empty."""
+    """Return a variable's value as a whole number; None if it is unset or empty."""
     text = environ.get(name, "").strip()
     if not text:
         return None
@@ -268,17 +269,17 @@ def number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def is_set(environ: Mapping[str, str], *names: str) -> list[str]:
-    """Return those of the variables that are set to more than white space."""
+    """Return the variables that contain more than white space."""
     return [name for name in names if environ.get(name, "").strip()]
 
 
 def shown(environ: Mapping[str, str], names: Iterable[str]) -> str:
-    """Return those of the variables that are set, for messages: "RANK=3 WORLD_SIZE=4"."""
+    """Return the variables that are set, for messages: "RANK=3 WORLD_SIZE=4"."""
     return " ".join(f"{name}={environ[name]}" for name in is_set(environ, *names))
 
 
 def node_file(environ: Mapping[str, str]) -> str:
-    """Return the text of PBS_NODEFILE: a host name for each slot. Empty where it is unreadable."""
+    """Return the text of PBS_NODEFILE, one host name per slot; empty if it cannot be read."""
     try:
         with open(environ.get("PBS_NODEFILE", ""), encoding="utf-8", errors="replace") as file:
             return file.read()

@@ -1,4 +1,4 @@
-"""Use mpi4py, where it is installed, as a name service: rank 0 broadcasts its address.
+"""Use mpi4py as a name service, if it is installed: rank 0 broadcasts its address.
 
 It is the last resort, because MPI_Init may take seconds and waits for all ranks.
 """
@@ -14,10 +14,10 @@ from .launcher import Launcher, NameService, NameServiceUnavailable, Placement
 
 
 class MpiBroadcast(NameService):
-    """One broadcast from rank 0, in which every rank takes part.
+    """A single broadcast from rank 0, in which every rank takes part.
 
-    timeout: seconds after which the process ends with a traceback if MPI_Init does not return;
-    None for no limit. Raises as import_mpi().
+    timeout: seconds until the process ends with a traceback if MPI_Init does not return; None: no
+    limit. Raises the errors of import_mpi().
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class MpiBroadcast(NameService):
 
 
 def is_running() -> bool:
-    """Return whether MPI_Init was called through mpi4py. Does not import it."""
+    """Whether MPI_Init was called through mpi4py, which is not imported here."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized()) and not bool(mpi.Is_finalized())
 
@@ -43,11 +43,11 @@ def is_running() -> bool:
 def import_mpi(launcher: Launcher, placement: Placement, timeout: float | None) -> ModuleType:
     """Return mpi4py's MPI module, initialised.
 
-    An MPI library of another family would start every rank as rank 0 of 1, or abort the process.
-    So the library is checked first.
+    An MPI library of another family would start every rank as rank 0 of 1, or abort the process,
+    so the library is checked first.
 
-    Raises NameServiceUnavailable when mpi4py is missing or its library does not belong to the
-    launcher, LaunchError when MPI numbers the ranks in another way.
+    Raises NameServiceUnavailable if mpi4py is missing or its library does not belong to the
+    launcher, LaunchError if MPI numbers the ranks differently.
     """
     was_running = is_running()
     mpi = _import(was_running)
@@ -80,8 +80,8 @@ def _import(is_initialised: bool) -> ModuleType:
         import mpi4py  # type: ignore[import-not-found,unused-ignore]
 
         if not is_initialised:
-            mpi4py.rc.initialize = False  # MPI_Init must wait until the library is checked
-            mpi4py.rc.finalize = True  # at exit: mpirun ends the job if a rank does not
+            mpi4py.rc.initialize = False  # check the library before MPI_Init
+            mpi4py.rc.finalize = True  # at exit: mpirun ends the job if a rank does not finalize
         from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
     except (ImportError, RuntimeError) as error:
         raise NameServiceUnavailable(
@@ -91,7 +91,7 @@ def _import(is_initialised: bool) -> ModuleType:
 
 
 def _initialise(mpi: ModuleType, timeout: float | None) -> None:
-    """Call MPI_Init. It holds Python's lock, so that only faulthandler's thread can end it."""
+    """Call MPI_Init. It holds Python's lock, so only faulthandler's thread can end it."""
     if timeout is not None:
         faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__ or sys.stderr)
     try:

@@ -1,8 +1,8 @@
-"""The mpiexec of MPICH, Intel MPI, Open MPI and HPE PALS; Flux; submitit.
+"""The launchers of MPICH, Intel MPI, Open MPI and HPE PALS (mpiexec); Flux; submitit.
 
 Sources: mpiexec(1) of MPICH and of PALS, the Intel MPI Developer Reference, mpirun(1) of Open MPI,
 flux-environment(7), submitit/local/local.py. PALS and Flux are tested only against the
-documentation. MVAPICH2, which sets PMI-1's variables, counts as MPICH.
+documentation. MVAPICH2 sets PMI-1's variables and is detected as MPICH.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ..errors import LaunchError
 from ..host import process
 from .launcher import Launcher, NameService, Placement, is_set, node_file, number
 
-# The processes, one on each host, that start the ranks. mpiexec itself is not one of them: a user's
-# wrapper may have such a name.
+# One process on each host starts the ranks. mpiexec itself is left out, because a user's wrapper
+# may have such a name.
 _PROXIES = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn")
 
 
 class Hydra(Launcher):
-    """What the launchers of this family share."""
+    """Shared by the launchers of the Hydra family."""
 
     def identity(self, environ: Mapping[str, str], placement: Placement) -> str:
         found = super().identity(environ, placement)
         if found or not placement.on_one_host:
             return found
-        # On one host all ranks descend from one proxy. No variable identifies the launch.
+        # All ranks on one host descend from one proxy. No variable identifies the launch.
         proxies = (pid for pid in process.parent_pids() if process.name(pid) in _PROXIES)
         pid = next(proxies, None)
         return f"{self.name}:{os.uname().nodename}:{pid}:{process.start_time(pid)}" if pid else ""
@@ -51,7 +51,7 @@ class MPICH(Hydra):
     mpi_libraries: tuple[str, ...] = ("MPICH", "CRAY MPICH", "MVAPICH")
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
-        # srun --mpi=pmi2, Flux and PALS set PMI_RANK, too, but not these.
+        # srun --mpi=pmi2, Flux and PALS also set PMI_RANK, but not these.
         return bool(is_set(environ, self.local_rank_variable, self.local_world_size_variable))
 
     def read(self, environ: Mapping[str, str]) -> Placement:
@@ -77,12 +77,13 @@ class IntelMPI(MPICH):
         return bool(is_set(environ, *self.marker_variables)) and super().is_present(environ)
 
     def is_parent(self, command: str) -> bool:
-        # "hydra_pmi_proxy --control-port h1:45027 ..." is MPICH's; Intel's has no such option.
+        # MPICH's command is "hydra_pmi_proxy --control-port h1:45027 ..."; Intel's has no such
+        # option.
         return super().is_parent(command) and "--control-port" not in command
 
 
 class PMI(Hydra):
-    """A process manager that sets the variables of PMI-1 and none of its own."""
+    """A process manager that sets PMI-1's variables and none of its own."""
 
     name = "mpich"
     command = "mpiexec (PMI)"
@@ -94,7 +95,7 @@ class PMI(Hydra):
     mpi_libraries = MPICH.mpi_libraries
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
-        # To start a single process from a rank, people unset these two and leave the others.
+        # To start a single process from a rank, people unset these two variables only.
         return bool(is_set(environ, self.rank_variable, self.world_size_variable))
 
 
@@ -102,7 +103,7 @@ _SLURM_NODES = "SLURM_JOB_NODELIST"
 
 
 class OpenMPI(Launcher):
-    """A daemon on each host, orted or prted, is the parent of the ranks."""
+    """orted or prted, a daemon on each host, is the parent of the ranks."""
 
     name = "openmpi"
     command = "mpirun (Open MPI)"
@@ -128,17 +129,19 @@ class OpenMPI(Launcher):
             raise LaunchError(f"{_SLURM_NODES}: {error}") from None
 
     def all_have_hosts(self, environ: Mapping[str, str]) -> bool:
-        # Its daemons in a Slurm job are a step. In a PBS job, only the first host has the file.
+        # In a Slurm job, its daemons are a step. In a PBS job, only the first host has the node
+        # file.
         return bool(is_set(environ, _SLURM_NODES))
 
 
-_APPLICATION = "PALS_APID"  # "7b6dd8f0-6c30-4d4c-9f1c-0a8e5b1f3e52", one for each mpiexec
+_APPLICATION = "PALS_APID"  # "7b6dd8f0-6c30-4d4c-9f1c-0a8e5b1f3e52", another one for each mpiexec
 
 
 class PALS(Launcher):
-    """palsd on each host starts the ranks. No variable of its own holds the world size.
+    """palsd on each host starts the ranks. It sets no variable for the world size.
 
-    It comes from cray-pmi's PMI_SIZE, from a WORLD_SIZE passed by the user, or from the node file.
+    The size comes from cray-pmi's PMI_SIZE, from a WORLD_SIZE set by the user, or from the node
+    file.
     """
 
     name = "pals"
@@ -154,7 +157,7 @@ class PALS(Launcher):
     mpi_libraries = ("MPICH", "CRAY MPICH")
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
-        # srun on a Cray sets PALS variables, too (Slurm's mpi/cray_shasta), with this value.
+        # On a Cray, srun sets PALS variables, too (Slurm's mpi/cray_shasta), with this value.
         step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
         if environ.get(_APPLICATION) == step:
             return False
@@ -174,7 +177,7 @@ class PALS(Launcher):
         if number(environ, "PMI_RANK") == rank:
             world_size = number(environ, "PMI_SIZE")
         # WORLD_SIZE belongs to this launch if RANK is not set, or if all variables set with RANK
-        # match. Otherwise it was inherited from another launch.
+        # match. Otherwise it is inherited from another launch.
         by_hand = [number(environ, name) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
         matches = not is_set(environ, "RANK") or by_hand == [rank, local_rank, local_size]
         if world_size is None and matches:
@@ -198,7 +201,7 @@ class PALS(Launcher):
 
 
 class Flux(Launcher):
-    """flux-shell on each host is the parent of the tasks."""
+    """flux-shell on each host is the parent of the tasks, the ranks."""
 
     name = "flux"
     command = "flux run"
@@ -209,32 +212,33 @@ class Flux(Launcher):
     identity_variables = ("FLUX_JOB_ID",)  # "f2ZzXqGWZfD"
     parent_programs = ("flux-shell",)
     also_sets = ("mpich",)
-    mpi_libraries = ("",)  # Flux starts the programs of every MPI library
+    mpi_libraries = ("",)  # programs of any MPI library
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         placement = super().read(environ)
         tasks, nodes = placement.world_size, number(environ, "FLUX_JOB_NNODES")
-        # No variable holds the tasks of this node. One node and one task on each are certain.
+        # No variable has the number of this node's tasks. With one node, or one task per node, it
+        # is known.
         if nodes and nodes in (1, tasks):
             return placement.replace(local_world_size=tasks // nodes)
         return placement
 
     def name_service(self, environ: Mapping[str, str]) -> NameService | None:
-        from .pmi import KeyValueSpace  # Flux does not publish names
+        from .pmi import KeyValueSpace  # Flux has no name service of its own
 
         return KeyValueSpace(environ) if environ.get("PMI_FD") else None
 
 
 class Submitit(Launcher):
-    """A controller process, python -m submitit.local._local, starts the tasks."""
+    """A controller process, python -m submitit.local._local, is the parent of the tasks."""
 
     name = "submitit"
     rank_variable = "SUBMITIT_LOCAL_GLOBALID"
     world_size_variable = "SUBMITIT_LOCAL_NTASKS"
     local_rank_variable = "SUBMITIT_LOCAL_LOCALID"
-    local_world_size_variable = "SUBMITIT_LOCAL_NTASKS"  # it starts all tasks on one host
+    local_world_size_variable = "SUBMITIT_LOCAL_NTASKS"  # all tasks are on one host
     marker_variables = ("SUBMITIT_LOCAL_JOB_ID",)
-    identity_variables = ("SUBMITIT_LOCAL_JOB_ID",)  # "4711", the controller's process id
+    identity_variables = ("SUBMITIT_LOCAL_JOB_ID",)  # "4711": process id of the controller
 
     def is_parent(self, command: str) -> bool:
         return "submitit.local" in command

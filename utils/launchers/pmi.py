@@ -1,6 +1,6 @@
-"""Implement the client side of PMI-1, the protocol between MPICH's process manager and a rank.
+"""Implement the client of PMI-1, the protocol between MPICH's process manager and a rank.
 
-Messages go over the socket PMI_FD, one line each, of words key=value: "cmd=put kvsname=kvs_7 key=a
+Messages go over the socket PMI_FD, each a line of key=value words: "cmd=put kvsname=kvs_7 key=a
 value=b". Source: the description of PMI-1 in MPICH's documentation.
 """
 
@@ -19,11 +19,11 @@ from ..errors import LaunchError
 from . import mpi
 from .launcher import SERVICE, NameService, NameServiceUnavailable, poll
 
-_TIMEOUT = 10.0  # seconds for a response that depends on no other rank
+_TIMEOUT = 10.0  # seconds to wait for a response that depends on no other rank
 
 
 class _Connection:
-    """The connection of this rank to its process manager."""
+    """This rank's connection to its process manager."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         try:
@@ -44,9 +44,10 @@ class _Connection:
     def query(self, command: str, timeout: float = _TIMEOUT) -> dict[str, str]:
         """Send one command and return the words of the response.
 
-        Raises LaunchError when there is no response within `timeout` seconds.
+        Raises LaunchError if there is no response within `timeout` seconds.
         """
-        # Not settimeout(): the MPI library shares the descriptor, which would become non-blocking.
+        # settimeout() would make the descriptor non-blocking, also for the MPI library, which
+        # shares it.
         readable, deadline = select.poll(), time.monotonic() + timeout
         readable.register(self._socket, select.POLLIN)
         try:
@@ -71,9 +72,9 @@ class _Connection:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def _finalize(self, pid: int) -> None:
-        """Report at exit that this rank ends normally: otherwise Intel MPI kills the job.
+        """Report at exit that this rank ends normally; otherwise Intel MPI kills the job.
 
-        After MPI_Init the MPI library reports it.
+        After MPI_Init, the MPI library reports it.
         """
         if pid == os.getpid() and not mpi.is_running():
             with contextlib.suppress(NameServiceUnavailable, LaunchError, OSError):
@@ -81,7 +82,7 @@ class _Connection:
 
 
 class PublishedNames(NameService):
-    """publish_name and lookup_name, which MPICH and Intel MPI have. No rank waits for another."""
+    """publish_name and lookup_name of MPICH and Intel MPI. No rank waits for another."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._connection = _Connection(environ)
@@ -95,7 +96,7 @@ class PublishedNames(NameService):
 
 
 class KeyValueSpace(NameService):
-    """put, barrier and get, which every PMI-1 has. All ranks wait for each other once."""
+    """put, barrier and get, in every PMI-1. All ranks wait for each other once."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._connection = _Connection(environ)

@@ -1,4 +1,4 @@
-"""srun of Slurm.
+"""Slurm's srun.
 
 Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES". Tested with Slurm 22.05, 25.11 and 26.05.
 """
@@ -16,9 +16,9 @@ from .launcher import Launcher, Placement, is_set, number, shown
 from .torchrun import unused_allocation
 
 _STEP = "SLURM_STEP_ID"
-_NUM_TASKS = "SLURM_NTASKS"  # of the job in a batch script, of the step in its tasks
-_LOCAL_TASKS = "SLURM_GTIDS"  # "2,3": the ranks of this node's tasks
-_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": three nodes with 2 tasks, one with 1
+_NUM_TASKS = "SLURM_NTASKS"  # the job's tasks in a batch script, the step's in a task
+_LOCAL_TASKS = "SLURM_GTIDS"  # "2,3": ranks of this node's tasks
+_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": 2 tasks on three nodes, 1 on the next
 _NODE_LIST = "SLURM_STEP_NODELIST"  # "n[1-2,04]"
 
 _SHELLS = ("sh", "bash", "zsh", "ksh", "dash", "ash", "csh", "tcsh", "fish")
@@ -27,9 +27,9 @@ _TERMINALS = ("tmux", "screen", "SCREEN", "code", "node")
 
 
 class SlurmStep(Launcher):
-    """slurmstepd is the parent of the tasks of a step, the ranks.
+    """slurmstepd is the parent of a step's tasks, the ranks.
 
-    A batch script and an interactive step have most of these variables, too, and are no tasks.
+    Batch scripts and interactive steps have most of these variables, too, but are no tasks.
     """
 
     name = "slurm"
@@ -40,16 +40,16 @@ class SlurmStep(Launcher):
     marker_variables = (_STEP, "SLURM_STEPID")
     job_variables = (_NUM_TASKS, "SLURM_NODEID", _LOCAL_TASKS, _TASKS_PER_NODE)
     identity_variables = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", _STEP, "SLURM_RESTART_COUNT")
-    also_sets = ("mpich",)  # srun --mpi=pmi2
+    also_sets = ("mpich",)  # by srun --mpi=pmi2
     is_noted_when_ignored = False  # every process of a job has Slurm's variables
 
     def is_present(self, environ: Mapping[str, str]) -> bool:
         step, rank = step_name(environ), number(environ, self.rank_variable)
         if rank is None or step in SPECIAL_STEPS:
             return False
-        if rank > 0:  # a batch script is rank 0; read() reports what is missing
+        if rank > 0:  # only rank 0 may be a batch script; read() reports what is missing
             return True
-        # A batch script may have inherited the variables of another job's step.
+        # A batch script may have inherited variables of another job's step.
         return bool(step) and not self._contradicts_step(environ)
 
     def is_undecided(self, environ: Mapping[str, str]) -> bool:
@@ -62,7 +62,7 @@ class SlurmStep(Launcher):
     def starts_shell(self, command: str, environ: Mapping[str, str]) -> bool:
         if _step_of_daemon(command) in SPECIAL_STEPS:
             return True
-        # Below srun --pty a person types into a shell, which has the variables of rank 0.
+        # srun --pty starts a shell for a person, which has the variables of rank 0.
         has_terminal = is_set(environ, "SLURM_PTY_PORT")
         is_one_task = environ.get(self.world_size_variable) == "1"
         return bool(has_terminal) and not is_one_task and _is_interactive_shell(command)
@@ -105,11 +105,11 @@ class SlurmStep(Launcher):
             raise LaunchError(f"{_NODE_LIST}: {error}") from None
 
         if first_of_component:
-            # Rank 0 is in the first component that takes part in the step.
+            # Rank 0 is in the step's first component.
             hosts = [first for first in first_of_component if first in nodes or not nodes] + nodes
         else:
-            # Since Slurm 26.05, which sets SLURM_JOB_SLUID, rank 0 is on the first node in the
-            # topology of the network, and the list is sorted by name.
+            # Slurm 26.05 and newer, which set SLURM_JOB_SLUID, put rank 0 on the first node of the
+            # network topology, and sort the list by name.
             is_sorted = is_set(environ, "SLURM_JOB_SLUID")
             is_arbitrary = environ.get("SLURM_DISTRIBUTION") == "arbitrary"
             hosts = nodes if is_sorted or is_arbitrary else nodes[:1]
@@ -119,7 +119,7 @@ class SlurmStep(Launcher):
         return _node_addresses(host)
 
     def _contradicts_step(self, environ: Mapping[str, str]) -> bool:
-        """Return whether rank 0's variables belong in part to a batch script."""
+        """Whether some of rank 0's variables belong to a batch script."""
         tasks, step_tasks = number(environ, _NUM_TASKS), number(environ, self.world_size_variable)
         if tasks is not None and step_tasks is not None and tasks != step_tasks:
             return True
@@ -131,8 +131,8 @@ class SlurmStep(Launcher):
     ) -> int | None:
         ranks, on_node = environ.get(_LOCAL_TASKS, "").split(","), _tasks_on_node(environ)
         if local_rank is None or local_rank >= len(ranks) or ranks[local_rank] != str(rank):
-            return on_node  # SLURM_GTIDS was inherited from another step
-        # What a batch script leaves behind looks like rank 0.
+            return on_node  # SLURM_GTIDS is inherited from another step
+        # Leftover variables of a batch script look like rank 0.
         if rank == 0 and on_node not in (None, len(ranks)):
             raise LaunchError(
                 f"slurm: {shown(environ, (_LOCAL_TASKS,))} is {len(ranks)} tasks on this node, but "
@@ -143,9 +143,9 @@ class SlurmStep(Launcher):
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
-    """Return this node's entry of SLURM_STEP_TASKS_PER_NODE; None where it is unknown."""
+    """Return this node's entry of SLURM_STEP_TASKS_PER_NODE; None if it is unknown."""
     node, text = number(environ, "SLURM_NODEID"), environ.get(_TASKS_PER_NODE, "").strip()
-    # In a heterogeneous job the list is sorted by node name, which SLURM_NODEID does not count.
+    # A heterogeneous job's list is sorted by node name, so SLURM_NODEID is no index into it.
     if node is None or not text or is_set(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
         return None
     from ..job.slurm_job import expand_counts
@@ -160,14 +160,14 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
 
 
 def _step_of_daemon(command: str) -> str:
-    """Return the step of a daemon: "slurmstepd: [44.0+1]" -> "0+1"; "" for other programs."""
+    """Return the step in a daemon's command: "slurmstepd: [44.0+1]" -> "0+1"; "" for others."""
     if not command.startswith("slurmstepd:"):
         return ""
     return command.partition("[")[2].partition("]")[0].rpartition(".")[2]
 
 
 def _is_interactive_shell(command: str) -> bool:
-    """Return whether a command is a shell without a script or -c, or a program that opens one."""
+    """Whether a command is a shell without a script or -c, or a program that opens one."""
     program, *words = command.split() or [""]
     program = program.rpartition("/")[2].lstrip("-").rstrip(":")  # "-bash", "tmux: server"
     if program not in _SHELLS:
@@ -182,8 +182,8 @@ def _is_interactive_shell(command: str) -> bool:
 
 
 def _component_nodes(environ: Mapping[str, str]) -> list[str]:
-    """Return the node lists of a heterogeneous job's components, in their order."""
-    for kind in ("HET", "PACK"):  # some versions write PACK
+    """Return the node lists of a heterogeneous job's components, in order."""
+    for kind in ("HET", "PACK"):  # older versions write PACK
         names = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{number}" for number in itertools.count())
         if nodes := list(itertools.takewhile(bool, map(environ.get, names))):
             return [str(node) for node in nodes]
@@ -192,7 +192,7 @@ def _component_nodes(environ: Mapping[str, str]) -> list[str]:
 
 @functools.cache
 def _node_addresses(node: str) -> list[str]:
-    """Return the IP addresses by which Slurm itself reaches a node, as scontrol reports them."""
+    """Return the IP addresses at which Slurm reaches a node, as scontrol reports them."""
     from ..job.commands import SchedulerError, run_command
     from ..job.slurm_job import records
 

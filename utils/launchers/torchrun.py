@@ -1,4 +1,4 @@
-"""torchrun, ranks numbered by hand in its variables, and single processes.
+"""torchrun; ranks numbered by hand in its variables; single processes.
 
 Source: https://pytorch.org/docs/stable/elastic/run.html.
 """
@@ -18,7 +18,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class ByHand(Launcher):
-    """RANK and WORLD_SIZE set by a person or a script, accepted where there is no launcher."""
+    """RANK and WORLD_SIZE set by a person or a script; used if there is no launcher."""
 
     name = "env"
     rank_variable, world_size_variable, local_rank_variable, local_world_size_variable = (
@@ -32,7 +32,7 @@ class ByHand(Launcher):
     def is_present(self, environ: Mapping[str, str]) -> bool:
         if not is_set(environ, "RANK") or is_set(environ, "TORCHELASTIC_RUN_ID"):
             return False  # some people's profiles set WORLD_SIZE alone
-        # RANK alone reaches batch scripts from the shell that submitted them.
+        # Batch scripts inherit a RANK without WORLD_SIZE from the shell that submitted them.
         in_job = is_set(environ, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
         return bool(is_set(environ, "WORLD_SIZE")) or not in_job
 
@@ -71,7 +71,7 @@ class Single(Launcher):
 
 
 def is_stale(environ: Mapping[str, str], placement: Placement) -> bool:
-    """Return whether RANK or a variable like it belongs to another launch than `placement`."""
+    """Whether RANK or a similar variable belongs to another launch than `placement`."""
     numbers = placement[1:5]  # in the order of RANK_VARIABLES
     return any(
         is_set(environ, name) and value is not None and environ[name].strip() != str(value)
@@ -80,7 +80,7 @@ def is_stale(environ: Mapping[str, str], placement: Placement) -> bool:
 
 
 def unused_allocation(environ: Mapping[str, str], reason: str) -> Iterator[str]:
-    """Yield a note if the job holds more than one process can use.
+    """Yield a note if the job holds more resources than one process can use.
 
     reason: why there is only one process.
     """
@@ -125,13 +125,13 @@ class Torchrun(Launcher):
         return bool(is_set(environ, _RUN_ID)) and super().is_present(environ)
 
     def is_parent(self, command: str) -> bool:
-        # Programs of many names run the agent in Python: "python -m torch.distributed.run x.py",
+        # Programs with many names run the agent in Python: "python -m torch.distributed.run x.py",
         # "/env/bin/python3.11 /env/bin/accelerate launch x.py".
         program = command.partition(" ")[0].rpartition("/")[2]
         return program.startswith(("python", "pypy")) or super().is_parent(command)
 
     def is_named(self, command: str) -> bool:
-        # Of "python -u -m torch.distributed.run x.py", the program and the first word without "-".
+        # In "python -u -m torch.distributed.run x.py": the program, and the first word without "-".
         program, *others = command.split() or [""]
         script = next((word for word in others if not word.startswith("-")), "")
         names = (*self.parent_programs, "torch.distributed.run", "torch.distributed.launch")
@@ -142,7 +142,7 @@ class Torchrun(Launcher):
 
 
 def write_error_file(cause: str, *, is_root_cause: bool) -> None:
-    """Give torchrun's agent the cause. It takes its worker with the earliest time for the root.
+    """Give torchrun's agent the cause. It takes the worker with the earliest time for the root.
 
     A killed worker has no file; its time is when the agent noticed. Other ranks' times are later.
     """

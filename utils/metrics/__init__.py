@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # On first use: those who only read a log need no torch.
+    # Imported on first use: reading a log needs no torch.
     if name == "Metrics":
         from .metrics import Metrics
 

@@ -10,9 +10,10 @@
         metrics.log(step, loss=loss, lr=lr)
         checkpoints.save(step, state)
 
-Put the Metrics into the state of the Checkpointer: a save then first writes all values up to its
-step. After a restart, the lines of the steps that are trained again are dropped. So the log
-metrics.jsonl has every step once, however often the training is killed. ddpkit plot draws it.
+Put the Metrics into the state of the Checkpointer, so that a save first writes all values up to its
+step. After a restart, the lines of steps that are trained again are dropped. The log
+metrics.jsonl therefore has every step once, no matter how often the training is killed. ddpkit plot
+draws it.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ from .run_log import FILE_NAME, RunLog
 from .trackers import TensorBoard, Tracker, TrackerMissing, WeightsAndBiases
 
 _log = get_logger(__name__)
-_LONGEST_DELAY_SECONDS = 5.0  # until a step is in the log, also where steps are long
-_EXIT_SECONDS = 5.0  # that values of the other ranks have to arrive at sys.exit()
+_LONGEST_DELAY_SECONDS = 5.0  # a step is in the log within this time, even if steps are long
+_EXIT_SECONDS = 5.0  # at sys.exit(), other ranks' values have this time to arrive
 
 
 class Metrics:
     """Records the values of each step on rank 0. Every rank makes one and calls the same methods.
 
     A tensor is averaged over all ranks, without waiting for it; a number is taken from rank 0. The
-    log also has columns for the time of the step, the wait for data, the speed, and the peak memory
-    of rank 0. Reading a value from a GPU waits for it, so that steps are written in groups.
+    log also has columns for the step time, the wait for data, the speed, and rank 0's peak memory.
+    Reading a value from a GPU waits for it, so steps are written in groups.
 
-    folder: of the log, and of the files of TensorBoard and Weights & Biases, such as the folder of
-        the checkpoints. None: progress lines only.
-    unit, per_step: what the speed counts, and how many of it all ranks process in a step.
-    flops: floating-point operations of a step, over all ranks; for the column tflops, per rank.
-    peak_flops: of one device, per second; for the column mfu, the share of it that is reached.
-    last_step: of the training, for the progress lines.
-    every: steps that are written together.
+    folder: folder for the log and the files of TensorBoard and Weights & Biases, such as the
+        folder of the checkpoints. None: progress lines only.
+    unit, per_step: unit of the speed, and the number of units that all ranks process in a step.
+    flops: floating-point operations per step over all ranks; adds the column tflops, per rank.
+    peak_flops: of one device, per second; adds the column mfu, the share of it that is reached.
+    last_step: last step of the training, for the progress lines.
+    every: number of steps that are written together.
     print_every: steps between two progress lines. A terminal also shows a line in between.
     tensorboard: also write event files, in folder/tensorboard.
     wandb: also write a run of this project, in folder/wandb. It is offline unless WANDB_MODE says
         otherwise, and remains one run after restarts.
 
-    The first value that is NaN or infinite is an ERROR in the output, with its step and rank.
+    The first value that is NaN or infinite is logged as an ERROR with its step and rank.
     Rank 0 warns if a package is missing or the log cannot be written; neither ends the training.
     """
 
@@ -89,11 +90,11 @@ class Metrics:
         if folder is not None and dist.is_main:
             self._output = _Output(Path(folder), dist, tensorboard, wandb)
 
-        self._pending: list[_Record] = []  # steps whose values have not been read
+        self._pending: list[_Record] = []  # steps with values not read yet
         self._reported_problem = False
         self._unprinted: list[_Record] = []  # steps since the last progress line
-        self._step: int | None = None  # the last one that was logged
-        self._steps, self._seconds = 0, 0.0  # that were read
+        self._step: int | None = None  # the last logged step
+        self._steps, self._seconds = 0, 0.0  # steps read so far, and their seconds
         self._data_seconds = 0.0
         self._step_start = self._last_flush = time.perf_counter()
 
@@ -101,7 +102,7 @@ class Metrics:
     def data_wait(self) -> Iterator[None]:
         """Measure the wait for the next batch. A step begins here, and ends with log().
 
-        So the time of an evaluation or a save, which follow log(), belongs to no step.
+        An evaluation or a save after log() therefore counts for no step.
         """
         self._flush_if_due()
         self._step_start = time.perf_counter()
@@ -111,8 +112,8 @@ class Metrics:
     def log(self, step: int, **values: torch.Tensor | float) -> None:
         """Record values of a step. A second call for the same step adds values to it.
 
-        Steps are counted from 1. All ranks give the same names. Raises ValueError for a step that
-        is complete, since a later one was logged or it was saved.
+        Steps are counted from 1. All ranks pass the same names. Raises ValueError for a step
+        that is complete, because a later one was logged or it was saved.
         """
         now = time.perf_counter()
         if not (self._pending and self._pending[-1].step == step):
@@ -121,14 +122,14 @@ class Metrics:
                     f"step {step} was logged after step {self._step} was complete. Expected "
                     "increasing steps. Log all values of a step before it is saved"
                 )
-            self._flush_if_due()  # here, where data_wait() is not used
+            self._flush_if_due()  # otherwise data_wait() does this
             seconds = now - self._step_start
             self._pending.append(_Record(step, time.time(), seconds, self._data_seconds))
             self._step, self._step_start, self._data_seconds = step, now, 0.0
         self._pending[-1].add(values, self._dist.world_size, self._dist.rank)
 
     def flush(self, *, sync: bool = False) -> None:
-        """Read the values that are pending, write and print them. sync: until they are on disk."""
+        """Read the pending values, write and print them. sync: wait until they are on disk."""
         start = time.perf_counter()
         records, self._pending = self._pending, []
         for record in records:
@@ -141,7 +142,7 @@ class Metrics:
                     if training_watch.watch is not None:
                         training_watch.watch.bad_loss = problem.partition(". ")[0]
         self._last_flush = time.perf_counter()
-        if records and self._dist.device.type != "cpu":  # the GPU computed these steps until now
+        if records and self._dist.device.type != "cpu":  # a GPU has computed these steps until now
             drained = self._last_flush - start
             seconds = (sum(record.seconds for record in records) + drained) / len(records)
             for record in records:
@@ -161,22 +162,22 @@ class Metrics:
             self._output.write(sync)
 
     def summary(self) -> str:
-        """Describe what this process has trained: units, seconds, and units per second."""
+        """Return a line about this process's training: units, seconds, and units per second."""
         units, seconds = self._steps * self._per_step, max(self._seconds, 1e-9)
         return (
             f"{units:,.0f} {self._unit} in {seconds:.1f} s: {units / seconds:,.0f} {self._unit}/s"
         )
 
     def state_dict(self) -> dict[str, int]:
-        """Write all values up to this step; called by Checkpointer.save()."""
+        """Write all values up to this step. Checkpointer.save() calls it."""
         self.flush(sync=True)
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Do nothing: the first step that is logged shows where the training resumes."""
+        """Do nothing: the first logged step shows where the training resumes."""
 
     def close(self) -> None:
-        """Write what is pending. A second call does nothing."""
+        """Write pending values. A second call does nothing."""
         self.flush()
         clear_progress()
         output, self._output = self._output, None
@@ -213,7 +214,7 @@ class Metrics:
             self.flush()
 
     def _columns(self, records: Sequence[_Record]) -> dict[str, float]:
-        """Return the columns that follow from the time of steps; means over several steps."""
+        """Return the columns computed from the step times; means over several steps."""
         seconds = max(sum(record.seconds for record in records) / len(records), 1e-9)
         columns = {
             f"{self._unit}_per_second": self._per_step / seconds,
@@ -245,7 +246,7 @@ class Metrics:
     def _describe(self, records: Sequence[_Record]) -> str:
         """Return a line such as "step    25/600  loss 2.3456  lr 1.00e-03  5,120 tokens/s".
 
-        The values are means over the steps; the learning rate is that of the last one.
+        The values are means over the steps, except the learning rate: the last step's is shown.
         """
         last = "" if self._last_step is None else f"/{self._last_step}"
         words = [f"step {records[-1].step:5d}{last}"]
@@ -261,13 +262,13 @@ class Metrics:
 
 
 class _Record:
-    """A step, whose values may still be computed."""
+    """One step; its values may still be computed."""
 
     def __init__(self, step: int, now: float, seconds: float, data_seconds: float) -> None:
         self.step, self.time = step, now
         self.seconds, self.data_seconds = seconds, data_seconds
-        self.values: dict[str, float] = {}  # without those of the tensors, until read()
-        # Names, their values in one tensor, and its sum over all ranks, in the background.
+        self.values: dict[str, float] = {}  # name -> value; tensors are missing until read()
+        # (names, their values in one tensor, sum of that over all ranks in the background)
         self._tensors: list[tuple[list[str], torch.Tensor, torch.distributed.Work | None]] = []
         self._bad_ranks = self._sum_of_bad_ranks = 0.0
 
@@ -283,18 +284,18 @@ class _Record:
             return
         joined, work = torch.stack(list(tensors.values())), None
         if world_size > 1:
-            # Also which ranks have a value that is not finite: their number, and the sum of them.
+            # Add the number of ranks with a value that is not finite, and the sum of these ranks.
             bad = (~joined.isfinite()).any().float()
             joined = torch.cat([joined / world_size, torch.stack([bad, bad * rank])])
             work = torch.distributed.all_reduce(joined, async_op=True)
         self._tensors.append((list(tensors), joined, work))
 
     def is_complete(self) -> bool:
-        """Return whether all ranks have sent their values."""
+        """Whether all ranks have sent their values."""
         return all(work is None or work.is_completed() for _, _, work in self._tensors)
 
     def wait(self) -> None:
-        """Wait for the values of all ranks; with a GPU, let the GPU wait for them."""
+        """Wait for all ranks' values. With a GPU, only the GPU waits."""
         for _, _, work in self._tensors:
             if work is not None:
                 work.wait()
@@ -325,7 +326,7 @@ class _Record:
 
 
 class _Output:
-    """The files of a run: the log, and those of TensorBoard and Weights & Biases. Rank 0 only."""
+    """The files of a run: the log, TensorBoard's and Weights & Biases'. Rank 0 only."""
 
     def __init__(
         self, folder: Path, dist: Distributed, tensorboard: bool, wandb: str | None
@@ -341,7 +342,7 @@ class _Output:
         self._unwritten.append(_Row(record.step, record.time, {**record.values, **columns}))
 
     def write(self, sync: bool) -> None:
-        """Write what was added. The first step shows where the log continues."""
+        """Write pending rows. The first step shows where the log continues."""
         rows = self._unwritten
         if not rows and (self._log is None or not sync):
             return
@@ -352,7 +353,7 @@ class _Output:
             if self._log is None:
                 self._log = self._open(rows[0])
             self._log.append(lines, sync=sync)
-        except OSError as error:  # a full disk, for example; the next call tries again
+        except OSError as error:  # the disk may be full; the next call tries again
             if not self._is_failing:
                 path = self._folder / FILE_NAME
                 _log.warning("cannot write %s: %s. It is tried again after each step", path, error)
@@ -372,7 +373,7 @@ class _Output:
             self._log.close()
 
     def _open(self, first: _Row) -> RunLog:
-        """Open the log, where it continues: before the first step of this process."""
+        """Open the log, to continue before the first step of this process."""
         last_step = first.step - 1
         log = RunLog(self._folder / FILE_NAME, last_step)
         if log.last_step != last_step:
@@ -430,7 +431,7 @@ class _Row(NamedTuple):
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has used: on its GPU, or of the host's memory."""
+    """Return the most bytes that this process has used, on its GPU or else in host memory."""
     if device.type == "cpu":
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB on Linux
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux reports KiB
     return int(getattr(torch, device.type).max_memory_allocated(device))

@@ -3,12 +3,12 @@
 {"event": "start", "step": 200, "run": "q7x2mfgk", "time": 1795381200.1, "world_size": 8}
 {"step": 201, "time": 1795381203.4, "loss": 2.71, "lr": 0.0006, "tokens_per_second": 812345.0}
 
-A start has the number of the step before its first one. Where `ddpkit launch` has started the ranks
-again, it also has "restart": {"number": 1, "cause": ..., "without": ["n2"], "steps_lost": 12,
-"seconds": 9.4}: steps of the log that are trained again (those that were not written yet are not
-counted), and the time from the failure to the end of the first step. Steps that are trained
-again after a restart replace the lines of the first time. Every line ends with a newline; one
-without it was cut off by a kill.
+A start line has the step before its first one. If `ddpkit launch` has restarted the ranks, it also
+has "restart": {"number": 1, "cause": ..., "without": ["n2"], "steps_lost": 12, "seconds": 9.4}.
+"steps_lost" counts steps in the log that are trained again; a step that was not written yet is not
+counted. "seconds" is the time from the failure to the end of the first step. Steps that are trained
+again replace their earlier lines. Every line ends with a newline; a line without one was cut off by
+a kill.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Line = dict[str, object]
 class RunLog:
     """Appends lines to the log of a run, and keeps every step once.
 
-    path: of the file; it is made if it is missing. last_step: the step before the first one of this
-    process. The lines of later steps are dropped, and so is a line that a kill has cut off.
+    path: path of the file, which is made if it is missing. last_step: the step before this
+    process's first one. Lines of later steps are dropped, and so is a line that a kill cut off.
 
-    Attributes: run is the id of the run, the same after restarts. last_step is the last step that
-    remains in the file, 0 if there is none. lost_steps is the number of steps that were dropped: a
-    run before this one had trained them.
+    Attributes: run is the id of the run, which restarts keep. last_step is the last step that
+    remains in the file, 0 if there is none. lost_steps is the number of dropped steps, which an
+    earlier process had trained.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -47,13 +47,13 @@ class RunLog:
         self.run = self.run or "".join(random.SystemRandom().choices(_ID_LETTERS, k=8))
 
     def append(self, lines: Sequence[Mapping[str, object]], *, sync: bool = False) -> None:
-        """Write lines, on request until they are on the disk. Raises OSError.
+        """Write lines; with sync, wait until they are on disk. Raises OSError.
 
-        Lines that could not be written, and more lines after them, may be given to the next call.
+        After an error, pass the unwritten lines again, with new lines after them.
         """
         text = "".join(json.dumps(_finite(line)) + "\n" for line in lines).encode()
         written = 0
-        while written < len(text):  # a full disk may take a part of the text
+        while written < len(text):  # a full disk may accept a part of the text
             written += os.pwrite(self._file, text[written:], self._size + written)
         if sync:
             os.fsync(self._file)
@@ -76,9 +76,9 @@ _ID_LETTERS = string.ascii_lowercase + string.digits
 
 
 def _drop_after(file: int, last_step: int) -> tuple[int, int, int, str]:
-    """Cut a log after `last_step`. Returns its size, its last step now and before, its run's id.
+    """Cut a log after `last_step`. Returns its size, its new and old last step, and its run's id.
 
-    It is read from its end, since a long run has millions of lines and a restart drops a few.
+    It is read from its end: a long run has millions of lines, and a restart drops a few.
     """
     size = os.fstat(file).st_size
     if size == 0:
@@ -102,7 +102,7 @@ def _drop_after(file: int, last_step: int) -> tuple[int, int, int, str]:
 
 
 def _finite(line: Mapping[str, object]) -> Line:
-    """Replace values that JSON does not have."""
+    """Replace values that JSON lacks."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in line.items()
@@ -111,18 +111,18 @@ def _finite(line: Mapping[str, object]) -> Line:
 
 @dataclass
 class Run:
-    """What a log contains. columns: for each name of a value, its steps and the values there."""
+    """The contents of a log. columns: name of a value -> its steps, and the value at each."""
 
     name: str
-    seams: list[int] = field(default_factory=list)  # a restart follows each of these steps
+    seams: list[int] = field(default_factory=list)  # steps after which a restart follows
     columns: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)  # also of columns without a number
+    names: set[str] = field(default_factory=set)  # includes columns without numbers
 
 
 def read_run(path: Path) -> Run:
-    """Return the values of a log; path: the file, or the folder that contains it.
+    """Return the values in a log. path: the file, or the folder that contains it.
 
-    Raises OSError, or ValueError for a file without any step.
+    Raises OSError, and ValueError for a file without any step.
     """
     if path.is_dir():
         path = path / FILE_NAME
@@ -132,7 +132,7 @@ def read_run(path: Path) -> Run:
         for text in file:
             line = parse_line(text)
             if line is None:
-                continue  # cut off by a kill
+                continue  # a kill has cut the line off
             step = line.pop("step")
             assert isinstance(step, int)
             if line.get("event") == "start":

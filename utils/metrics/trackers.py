@@ -1,4 +1,4 @@
-"""Send the values of a run to TensorBoard or Weights & Biases, where these are installed."""
+"""Send a run's values to TensorBoard or Weights & Biases, if they are installed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 
 class TrackerMissing(RuntimeError):
-    """The package of a tracker is not installed, or it cannot start."""
+    """A tracker's package is not installed, or cannot start."""
 
 
 class Tracker(Protocol):
-    """Receives the values of each step, in the order of the steps."""
+    """Receives the values of each step in order."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -26,7 +26,7 @@ class Tracker(Protocol):
 class TensorBoard:
     """Writes event files below `folder`; `tensorboard --logdir FOLDER` shows them.
 
-    first_step: TensorBoard hides what earlier processes logged from this step on.
+    first_step: TensorBoard hides values of earlier processes from this step on.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -52,7 +52,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """Writes an offline run below `folder`; `wandb sync` uploads it. WANDB_MODE=online uploads now.
 
-    run: the id, the same after each restart, so that all parts become one run.
+    run: id of the run; it stays the same after restarts, so that all parts form one run.
     """
 
     def __init__(self, folder: Path, project: str, run: str) -> None:
@@ -70,14 +70,14 @@ class WeightsAndBiases:
                 resume="allow",
                 mode=os.environ.get("WANDB_MODE", "offline"),
             )
-        except Exception as error:  # it has many, and none is worth a training
+        except Exception as error:  # wandb raises many errors, and none should end a training
             raise TrackerMissing(f"Weights & Biases is not used: {error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def flush(self) -> None:
-        pass  # a process of its own writes what it received
+        pass  # wandb's own process writes what it has received
 
     def close(self) -> None:
         self._run.finish()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 def entered_collectives() -> int | None:
     """Return how many collectives of the default group this rank has entered.
 
-    None where torch does not count them. It is the only count that the backends keep themselves,
-    also of DistributedDataParallel's reductions.
+    None where torch does not count them. No other count is kept by the backends themselves; it
+    includes DistributedDataParallel's reductions.
     """
     group = dist.group.WORLD
     return None if group is None else sequence_number(group)

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel's errors leave out: the names of parameters, on which ranks.
+"""Add to DistributedDataParallel's errors which parameters they are about, and on which ranks.
 
 Loaded when such an error ends a rank.
 """
@@ -19,15 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _SHAPE = re.compile(r"params\[(\d+)\] in this process with sizes (\[[^]]*\])")
 _COUNT = re.compile(r"DDP expects same model across all ranks")
-_WAIT_SECONDS = 3.0  # for the parameters of another rank
-_SHOWN = 4  # parameters
+_WAIT_SECONDS = 3.0  # seconds to wait for another rank's parameters
+_SHOWN = 4  # parameters named in a message
 
 
 def explain(error: BaseException, rank: int, store: Store) -> str:
     """Return which parameters an error of DistributedDataParallel is about; "" for other errors.
 
-    store: of all ranks, where those with different numbers of parameters find the first that
-    differs.
+    store: shared by all ranks. If the ranks have different numbers of parameters, they find the
+    first difference through it.
     """
     text = str(error)
     model = _model_of(error.__traceback__)
@@ -65,7 +65,7 @@ def _model_of(trace: TracebackType | None) -> nn.Module | None:
 
 
 def _first_difference(parameters: Sequence[tuple[str, list[int]]], rank: int, store: Store) -> str:
-    """Compare the parameters with those of rank 0, or on rank 0 with those of rank 1."""
+    """Find the first parameter that differs from rank 0's; rank 0 compares with rank 1."""
     other = 1 if rank == 0 else 0
     problem = "the ranks build different models"
     try:
@@ -74,7 +74,7 @@ def _first_difference(parameters: Sequence[tuple[str, list[int]]], rank: int, st
         store.wait([f"ddpkit/model/{other}"], timedelta(seconds=_WAIT_SECONDS))
         theirs = [(n, shape) for n, shape in json.loads(store.get(f"ddpkit/model/{other}"))]
     except (RuntimeError, ValueError):
-        return problem  # that rank has another error
+        return problem  # the other rank has failed in another way
     for number in range(max(len(parameters), len(theirs))):
         own, its = (
             f"{named[number][0]} {named[number][1]}" if number < len(named) else "none"

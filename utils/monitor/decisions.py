@@ -18,15 +18,15 @@ from ..ranges import name_ranks
 if TYPE_CHECKING:  # loaded when the positions of the ranks are needed
     from .hangs.positions import Collective, Position
 
-HOST_LOST_SECONDS = 60  # without a response of another host's kernel, until the host is lost
-DECIDE_SECONDS = 3.0  # that rank 0 waits for reports and positions before it responds to a query
-_LONGEST_CAUSE = 1 << 14  # characters, such as of an exception with a long text
-_BLOCKED_SHARE, _BUSY_SHARE = 1 / 3, 5  # of HOST_LOST_SECONDS, without progress since a rank ended
+HOST_LOST_SECONDS = 60  # seconds without a response of its kernel until a host is lost
+DECIDE_SECONDS = 3.0  # seconds that rank 0 collects reports before it answers a query for the cause
+_LONGEST_CAUSE = 1 << 14  # characters; an exception may have a long text
+_BLOCKED_SHARE, _BUSY_SHARE = 1 / 3, 5  # shares of HOST_LOST_SECONDS; see find_stuck()
 _SHOWN_CAUSES = 8
 
 
 class State(enum.Enum):
-    """What one rank is for another; see Decisions."""
+    """The state of one rank as another rank sees it; see Decisions."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -40,7 +40,7 @@ ENDED = (State.LEFT, State.KILLED, State.LOST)
 
 
 class Send(NamedTuple):
-    """Send a message. ranks: to these; this rank itself then handles it, too."""
+    """Send a message to `ranks`; if this rank is among them, it handles the message itself."""
 
     message: Message
     ranks: Collection[int]
@@ -67,14 +67,14 @@ class _Query(NamedTuple):
 
     kind: str  # "lost" or "timeout"
     since: float  # monotonic seconds
-    place: str  # of the collective that failed: "barrier() at train.py, line 9, in save"
-    missing: Sequence[int]  # ranks that torch names, for a monitored_barrier()
+    place: str  # names the failed collective: "barrier() at train.py, line 9, in save"
+    missing: Sequence[int]  # ranks that torch's error names, after a monitored_barrier()
 
 
 class Decisions:
     """The states of the ranks as this one knows them, and which of them failed first.
 
-    A rank's state, and what moves it on:
+    A rank's states, and the event that leads from one to the next:
 
         starting --connected--> running --left--> left
             |                      |--failed--> failed --left--> left
@@ -82,41 +82,45 @@ class Decisions:
             '----------------------'--its connection ends without "left"--> killed,
                                       or lost: its host's kernel does not respond either
 
-    A rank of which no heartbeat arrives is silent; positions.HangWatch, with hang_timeout, knows.
+    A rank whose heartbeats stop is silent: hang_watch.HangWatch notices that, with hang_timeout.
 
-    Rank 0 is connected to all ranks, and decides. The first rank that is `failed` is the cause.
-    Without one it is the first that is killed or lost, then the one that the others wait for in a
-    collective, then the first that left while others still needed it; but if most ranks have left
-    normally, those are at fault that call one more collective. A rank that queries the
-    cause gets an answer after DECIDE_SECONDS at the latest. The other ranks only see rank 0; once
-    it has ended they use what it sent when it left.
+    Rank 0 is connected to all ranks, and decides what failed first:
+
+    1. the first rank that is `failed`;
+    2. else the first rank that is killed or lost;
+    3. else the rank that the others wait for in a collective;
+    4. else the first rank that left while others still needed it. But if most ranks have left
+       normally, the ranks that call one more collective are at fault.
+
+    A rank that queries the cause gets an answer after DECIDE_SECONDS at the latest. The other
+    ranks are connected to rank 0 only; once it has ended they use the cause it sent when it left.
     """
 
     def __init__(self, rank: int, hosts: Mapping[int, str]) -> None:
-        """rank: this one. hosts: of it and of the ranks it is connected to, "n1 (pid 7)"."""
+        """rank: this one. hosts: "n1 (pid 7)" for this rank and each rank it is connected to."""
         self.rank, self.hosts = rank, dict(hosts)
         self.backend = ""  # of the ranks, once torch has connected them
         self.states = dict.fromkeys(self.hosts, State.STARTING)
         self.start_failure: Failure | None = None
-        self.first: Failure | None = None  # that every rank reports
-        # The ranks that have ended, and what those that still need them report; None where another
-        # rank's failure stopped them.
+        self.first: Failure | None = None  # the first cause; every rank reports it
+        # Ended ranks, each with the cause that ranks which still need it report; None if the rank
+        # ended because of another rank's failure.
         self.departed: dict[int, Failure | None] = {}
-        self.hung: set[int] = set()  # ranks, as far as rank 0 knows
+        self.hung: set[int] = set()  # ranks that the others wait for in vain; rank 0 knows them
         self.positions: dict[int, Position] = {}
         self.positions_requested = False
-        self.silent: dict[int, str] = {}  # what is known of ranks that do not respond
-        self._left_after: dict[int, int] = {}  # rank -> collectives that it had entered
-        self._left_how: dict[int, str] = {}  # "left normally"
+        self.silent: dict[int, str] = {}  # rank -> why it does not respond
+        self._left_after: dict[int, int] = {}  # rank -> number of collectives it had entered
+        self._left_how: dict[int, str] = {}  # rank -> "left normally"
         self._queries: dict[int, _Query] = {}
-        self._last_progress, self._progressed_at = (0, 0), 0.0  # since ranks ended, and how many
-        self._next_check = 0.0  # of these
+        self._last_progress, self._progressed_at = (0, 0), 0.0  # see find_stuck()
+        self._next_check = 0.0  # monotonic seconds
 
     # Events --------------------------------------------------------------------------------------
 
     def connected(self, rank: int) -> list[Action]:
-        """Torch has connected a rank. Rank 0 tells the others when it has connected all."""
-        for started in [rank] if self.rank == 0 else self.hosts:  # rank 0 says so of all ranks
+        """Note that torch has connected a rank. Rank 0 reports when all are connected."""
+        for started in [rank] if self.rank == 0 else self.hosts:  # rank 0 reports all ranks
             if self.states[started] is State.STARTING:
                 self.states[started] = State.RUNNING
         if self.rank == 0 and self.all_started:
@@ -124,7 +128,7 @@ class Decisions:
         return []
 
     def failed(self, rank: int, cause: Failure) -> list[Action]:
-        """A rank has failed: it gets the cause that came first."""
+        """Note that a rank has failed, and send it the cause that came first."""
         self.states[rank] = State.FAILED
         self.first = self.first or cause
         return [Send({"kind": "cause", "cause": self.first}, [rank])]
@@ -137,7 +141,11 @@ class Decisions:
         entered: int | None,
         how: str = LEFT,
     ) -> None:
-        """A rank has left. first: the cause that it knows. entered: so many collectives."""
+        """Note that a rank has left.
+
+        cause: why the ranks that still need it stop. first: the first cause, if that rank knows it.
+        entered: number of collectives it has entered.
+        """
         self.states[rank] = State.LEFT
         self.departed[rank] = cause
         self._left_how[rank] = how
@@ -146,7 +154,7 @@ class Decisions:
         self.first = self.first or first
 
     def connection_ended(self, rank: int, *, host_lost: bool) -> list[Action]:
-        """The connection to a rank has ended."""
+        """Note that the connection to a rank has ended."""
         self._queries.pop(rank, None)
         if self.states[rank] in ENDED:
             return []
@@ -172,7 +180,7 @@ class Decisions:
         return self.start_failed(failure)
 
     def start_failed(self, failure: Failure) -> list[Action]:
-        """The start has failed. Rank 0 tells the others."""
+        """Note that the start has failed. Rank 0 reports it to the others."""
         self.start_failure = self.start_failure or failure
         message = {"kind": "start_failed", "cause": self.start_failure}
         return [Send(message, self.others())] if self.rank == 0 else []
@@ -180,10 +188,10 @@ class Decisions:
     def query(
         self, rank: int, kind: str, now: float, place: str = "", missing: Sequence[int] = ()
     ) -> None:
-        """A rank asks for the cause.
+        """Note that a rank asks for the cause.
 
-        kind: "lost" for a connection, "timeout" of a collective. place: what has failed, and where.
-        missing: the ranks that torch names for it.
+        kind: "lost" after a lost connection, "timeout" after a collective timed out. place: the
+        failed call, and its line. missing: the ranks that torch's error names.
         """
         self._queries[rank] = _Query(kind, now, place, missing)
 
@@ -191,7 +199,7 @@ class Decisions:
 
     @property
     def all_started(self) -> bool:
-        """Whether no rank starts any more, as far as this one knows."""
+        """Whether every rank has started, as far as this one knows."""
         return State.STARTING not in self.states.values()
 
     @property
@@ -211,7 +219,7 @@ class Decisions:
         return [rank for rank, state in sorted(self.states.items()) if state not in ENDED]
 
     def known_cause(self) -> Failure | None:
-        """Return the first cause, else what the first rank that ended gave as the cause."""
+        """Return the first cause, else the cause given by the first rank that ended with one."""
         return self.first or next(filter(None, self.departed.values()), None)
 
     def has_ended(self, *kinds: str) -> bool:
@@ -222,7 +230,7 @@ class Decisions:
         return Failure(text, kind, rank, host_of(self.hosts[rank]))
 
     def hang(self, text: str, ranks_at_fault: Collection[int]) -> Failure:
-        """Return the failure that is a hang: of one rank, if that one alone is at fault."""
+        """Return the failure for a hang; it names a rank if a single one is at fault."""
         text = text[:_LONGEST_CAUSE]
         if len(ranks_at_fault) == 1:
             return self.failure_of(min(ranks_at_fault), text, "hang")
@@ -241,7 +249,7 @@ class Decisions:
     # Decisions -----------------------------------------------------------------------------------
 
     def request_positions(self, *, ends: bool = True) -> list[Action]:
-        """Ask the running ranks where they are, once. ends: the job ends in any case."""
+        """Ask the running ranks where they are, once. ends: whether the job ends in any case."""
         if self.positions_requested:
             return []
         self.positions_requested = True
@@ -267,7 +275,7 @@ class Decisions:
         known = self.known_cause()
         if known and known.kind == "uneven" and known is not self.first:
             if not last_chance and not self._queries.keys() >= set(self.running()):
-                return []  # others may leave, too
+                return []  # wait: other ranks may leave, too
             places = {rank: query.place for rank, query in self._queries.items() if query.place}
             known = self.explain_left(places) or known
         self.first = known
@@ -277,12 +285,12 @@ class Decisions:
         asked_by = list(self._queries)
         self._queries.clear()
         actions: list[Action] = [Send({"kind": "cause", "cause": self.first}, asked_by)]
-        if self.first and 0 not in asked_by:  # this rank may need no other one, and end well
+        if self.first and 0 not in asked_by:  # rank 0 itself may end without an error
             actions.append(ReportToLauncher(self.first))
         return actions
 
     def _explain_killed(self) -> None:
-        """Say what a killed rank has to do with what the others wait in, if anything.
+        """Extend the cause of a killed rank by the collective that the others wait in, if any.
 
         gloo ends the process of a rank that receives more than it expects.
         """
@@ -305,7 +313,7 @@ class Decisions:
             self.first = _may_be_aborted(known, waiting)
 
     def _find_hung(self) -> None:
-        """Find the ranks for which a collective has timed out."""
+        """Find the ranks that the others waited for when a collective timed out."""
         from .hangs import hang_cause
 
         running = self.running()
@@ -313,7 +321,7 @@ class Decisions:
             return
         missing = hang_cause.unreported(self.positions, running)
         self.hung = {*hang_cause.late(self.positions, running), *missing}
-        # A rank that has left, such as one that only sent, is not the cause if another is late.
+        # If a rank is late, one that has left (it may only have sent) is not the cause.
         if self.hung or not self.known_cause():
             text = hang_cause.describe(self.positions, self.hosts, running, self.silent)
             self.first = self.hang(text, hang_cause.at_fault(self.positions, running))
@@ -336,7 +344,7 @@ class Decisions:
         return False
 
     def explain_without_rank_0(self, cause: Failure, place: str) -> Failure:
-        """Add what this rank knows to the end of rank 0. place: what has failed here, and where."""
+        """Add what this rank knows to the end of rank 0. place: the failed call, and its line."""
         if cause.kind == "uneven":
             return self.explain_left({self.rank: place}) or cause
         if cause.kind == "killed" and self.backend == "gloo":
@@ -344,7 +352,7 @@ class Decisions:
         return cause
 
     def last_cause(self, own: Failure | None, entered: int | None, how: str) -> Failure | None:
-        """Return the cause that rank 0 knows when it leaves itself. own: what it reports then."""
+        """Return the cause that rank 0 knows when it leaves. own: the cause of its departure."""
         known = self.known_cause()
         if self.first or not known or known.kind != "uneven" or not own or own.kind != "uneven":
             return known
@@ -355,7 +363,7 @@ class Decisions:
     def explain_left(self, places: Mapping[int, str]) -> Failure | None:
         """Name the ranks that call one more collective than most; None where most call it.
 
-        places: what the ranks that still run wait in, and where.
+        places: for each rank that still runs, the collective it waits in, and its line.
         """
         left = [rank for rank, cause in self.departed.items() if cause and cause.kind == "uneven"]
         if not places or not left or (self.rank == 0 and 2 * len(left) < len(self.hosts)):
@@ -386,7 +394,7 @@ class Decisions:
         return name_ranks(ranks)
 
     def end_hung(self, running: Collection[int]) -> list[Action]:
-        """End the hung ranks when no others are running: they may never notice themselves."""
+        """End the hung ranks once no others run: a hung rank may never notice that by itself."""
         if not self.hung or not self.hung >= set(running) or not self.first:
             return []
         hung, self.hung = self.hung, set()
@@ -397,13 +405,13 @@ class Decisions:
     ) -> Stuck | None:
         """Find out whether ranks have ended and this one makes no progress without them.
 
-        A collective of NCCL, or of other ranks that wait for them, does not raise. The collectives
-        may use another network than the connections of the monitor, and a rank that computes or
-        saves needs no other one for a while. Call it once a second or more often.
+        NCCL's collectives do not raise when a rank ends, nor do collectives among ranks that wait
+        for it. The collectives may also use another network than the monitor's connections. A rank
+        that computes or saves needs no other rank for a while. Call this at least once a second.
         """
         if not self.departed or now < self._next_check:
             return None
-        self._next_check = now + 1.0  # not for every message of thousands of ranks that leave
+        self._next_check = now + 1.0  # once a second, although thousands of ranks may leave at once
         calls = read_collectives()
         awaited = self._awaited_after_leaving(calls)
         causes = {
@@ -437,7 +445,7 @@ class Decisions:
     def _awaited_after_leaving(self, calls: Sequence[Collective]) -> set[int]:
         """Return the ranks that left before they entered the collective that this rank waits in.
 
-        gloo also counts transfers as entered: there the ranks may be more than are returned.
+        gloo counts point-to-point transfers, too, so it may have more such ranks than are returned.
         """
         of_all = (
             call["number"]

@@ -15,18 +15,18 @@ from .counts import entered_collectives
 class ExitCall(NamedTuple):
     """A call of sys.exit() in the main thread.
 
-    place: the line of the script, "train.py, line 12, in main". handled: the exception in whose
-    `except` block the call is. Hydra and click print an exception, and then call sys.exit(1).
+    place: the line of the script, "train.py, line 12, in main". handled: the exception that an
+    `except` block handles when it calls; Hydra and click print it, and then call sys.exit(1).
     """
 
     status: Any
     place: str
     handled: BaseException | None
-    entered: int | None  # collectives
+    entered: int | None  # number of collectives entered before the call
 
 
 _last: ExitCall | None = None
-_previous: Callable[..., Any] | None = None  # sys.exit() as it was
+_previous: Callable[..., Any] | None = None  # the original sys.exit(), or another wrapper
 
 
 def record() -> None:
@@ -37,7 +37,7 @@ def record() -> None:
 
 
 def stop() -> None:
-    """Take the wrapper back, unless somebody else has wrapped it since."""
+    """Restore sys.exit(), unless something else has wrapped it since."""
     global _previous, _last
     if _previous is not None and sys.exit is _exit:
         sys.exit, _previous, _last = _previous, None, None
@@ -53,7 +53,7 @@ def last_exit() -> ExitCall | None:
 def _exit(status: Any = None, /) -> Any:
     global _last
     if threading.current_thread() is threading.main_thread():
-        from .hangs.positions import user_frame  # only an exit needs it
+        from .hangs.positions import user_frame  # imported only when a program exits
 
         place = user_frame(_frames(sys._getframe(1)))
         _last = ExitCall(status, place, sys.exc_info()[1], entered_collectives())

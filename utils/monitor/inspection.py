@@ -1,4 +1,4 @@
-"""Where the ranks are when they hang or a collective times out: ask them, and find the cause.
+"""Ask all ranks where they are after a hang or a time-out of a collective, and find the cause.
 
 Loaded when that happens, or with hang_timeout. No torch.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class OwnProgress(Protocol):
-    """How far this rank is; see monitor.OwnRank."""
+    """The progress of this rank; see monitor.OwnRank."""
 
     @property
     def entered_collectives(self) -> Callable[[], int | None]: ...
@@ -52,7 +52,7 @@ class OwnProgress(Protocol):
 
 
 class InspectedRanks(Protocol):
-    """What an inspection needs of the Monitor that uses it: its rank, the others, their end."""
+    """The part of Monitor that an inspection uses."""
 
     rank: int
     decisions: Decisions
@@ -79,11 +79,11 @@ class Inspection:
         self.watch: HangWatch | None = None
         self._monitor, self._decisions = monitor, monitor.decisions
         self._next_beat = time.monotonic()
-        self._stays = StayWatch()  # of the main thread
-        self._since: float | None = None  # when the positions were requested
-        self._is_pause = False  # for a line about a pause, which ends nothing
-        self._positions_at_hang: dict[int, Position] = {}  # these show a hang
-        self._states: dict[int, ProcessState] = {}  # of ranks that do not respond
+        self._stays = StayWatch()  # samples of the main thread
+        self._since: float | None = None  # monotonic seconds of the request for positions
+        self._is_pause = False  # True if the request is for a line about a pause, and nothing ends
+        self._positions_at_hang: dict[int, Position] = {}  # the positions that show a hang
+        self._states: dict[int, ProcessState] = {}  # states of ranks that do not respond
 
     def restart(self) -> None:
         """Begin the limit of a hang again."""
@@ -96,7 +96,7 @@ class Inspection:
         """Return the seconds until something has to be done without a message."""
         if self._since is not None:
             return 0.05
-        if self._monitor.leaving or self._monitor.hang_announced:  # there are no more heartbeats
+        if self._monitor.leaving or self._monitor.hang_announced:  # no more heartbeats are sent
             return 0.2
         interval = self.watch.interval if self.watch else 0.0
         return min(max(0.0, self._next_beat - time.monotonic()), interval)
@@ -112,7 +112,7 @@ class Inspection:
         elif kind == "states":
             self._note_states(host_of(self._decisions.hosts[rank]), message["states"])
         elif kind == "ask_position":
-            if rank == self._monitor.rank and self.watch:  # it asks all, and some may be silent
+            if rank == self._monitor.rank and self.watch:  # this rank asks all; some may be silent
                 self._ask_states(filter(self.watch.has_missed_beats, self._decisions.running()))
             reply({"kind": "position", "position": self._position(message["ends"])})
         elif kind == "position" and message["position"]:
@@ -128,12 +128,12 @@ class Inspection:
             )
 
     def _position(self, ends: bool) -> Position | None:
-        """Return where this rank is. ends: the job ends in any case."""
+        """Return where this rank is. ends: whether the job ends in any case."""
         entered = self._monitor.own.entered_collectives()
         if entered is None:
             return None
         last, groups = self._monitor.own.read_collectives(ends)
-        if last and self._monitor.collective_failed:  # an exception has ended the wait
+        if last and self._monitor.collective_failed:  # the wait ended with an exception
             last[-1]["blocks"] = True
         work = Work(*work_done())
         location = main_thread_location()
@@ -143,7 +143,7 @@ class Inspection:
     # Silent ranks --------------------------------------------------------------------------------
 
     def _ask_states(self, silent: Iterable[int]) -> None:
-        """Find out from the other ranks of their hosts what ranks do that send nothing."""
+        """Ask the other ranks on the same hosts what the silent ranks do."""
         hosts = self._decisions.hosts
         pids: dict[str, list[int]] = {}
         for rank in silent:
@@ -175,10 +175,11 @@ class Inspection:
             if now > self._next_beat + watch.limit / 4:  # the job may have been suspended
                 watch.restart()
             self._next_beat = now + watch.interval
-            # Ends a rank that cannot run this thread, because it holds the GIL, after the others.
-            # It would also end one that `scontrol suspend` has stopped for as long.
+            # faulthandler ends a rank that cannot run this thread because another holds the GIL,
+            # later than the other ranks end. It would also end a rank that was suspended as long by
+            # `scontrol suspend`.
             if watch.ends_itself:
-                with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a stderr
+                with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr may be closed
                     seconds = 1.1 * BUSY_FACTOR * watch.limit + 5
                     faulthandler.dump_traceback_later(seconds, exit=True)
             watch.receive(self._monitor.rank, self._send_beat())
@@ -199,11 +200,11 @@ class Inspection:
         return beat
 
     def _look_for_rank_0(self, watch: HangWatch) -> None:
-        """Announce a hang when rank 0, which decides, is silent itself."""
+        """Announce a hang if rank 0, which normally decides, is silent."""
         stalled = watch.seconds_without_progress()
         if not watch.silent(0) or stalled < 1.1 * watch.limit + 5:
             return
-        # A rank that does not wait may be busy, and has the limit of busy ranks.
+        # A rank that does not wait may be busy: the limit of busy ranks applies.
         if self._monitor.waits() or stalled > 1.1 * BUSY_FACTOR * watch.limit + 5:
             text = (
                 f"rank 0 on {self._decisions.hosts[0]} {SILENT} to "
@@ -234,7 +235,7 @@ class Inspection:
             if not connection.closed and not connection.is_unacknowledged()
         }
         departed = self._monitor.departed_ranks()
-        if self._positions_at_hang:  # with the locations of collectives, where they have arrived
+        if self._positions_at_hang:  # second answers: they include where collectives were called
             self._conclude(watch, running, departed)
             return
         positions, hosts = decisions.positions, decisions.hosts
@@ -257,14 +258,14 @@ class Inspection:
             self._since, decisions.positions_requested = None, False
 
     def _conclude(self, watch: HangWatch, running: list[int], departed: dict[int, str]) -> None:
-        """Announce the hang that the positions show."""
+        """Announce the hang that these positions show."""
         decisions = self._decisions
         decisions.positions = {**self._positions_at_hang, **decisions.positions}
         text = watch.describe(decisions.positions, decisions.hosts, departed)
-        known = decisions.first if self._monitor.waits() else None  # from rank 0, before it left
+        known = decisions.first if self._monitor.waits() else None  # sent by rank 0 before it left
         ranks = at_fault(decisions.positions, running)
         if not departed and not waits(decisions.positions, running):
-            ranks = set()  # all are idle: nothing shows which one is wrong
+            ranks = set()  # all are idle: nothing shows which rank is wrong
         cause = decisions.hang(text, ranks)
         left = next(
             (cause for cause in decisions.departed.values() if cause and cause.text == text), None
@@ -281,7 +282,7 @@ class Inspection:
             self._states.clear()
 
     def _announce_hang(self, cause: Failure) -> None:
-        """Print what is known of a hang, and end all ranks."""
+        """Print the cause of a hang, and end all ranks."""
         seconds = self.watch.seconds_without_progress() if self.watch else 0
         folder = os.path.abspath(time.strftime("hang-%Y%m%d-%H%M%S"))
         self._monitor.end_all(
@@ -296,7 +297,7 @@ class Inspection:
         )
 
     def _positions_as_json(self) -> str:
-        """Return what was judged, for `python -m tests.faults.replay`."""
+        """Return the data behind the decision, for `python -m tests.faults.replay`."""
         decisions = self._decisions
         return json.dumps(
             {
@@ -309,11 +310,11 @@ class Inspection:
 
 
 def _read_states(pids: list[int]) -> list[tuple[int, str, float]]:
-    """Return the states of ranks of this host that are silent; see ProcessState."""
+    """Return the states of this host's silent ranks; see ProcessState."""
     states = []
     for pid in pids:
-        if process.name(pid) == process.name(os.getpid()):  # else of another PID namespace
-            work = process.schedule(pid, pid)  # of the main thread: those of gloo never rest
+        if process.name(pid) == process.name(os.getpid()):  # names differ in another PID namespace
+            work = process.schedule(pid, pid)  # only the main thread: gloo's threads never rest
             seconds = work.run_seconds + work.ready_seconds
             states.append((pid, process.why_stopped(pid), seconds))
     return states

@@ -1,8 +1,8 @@
-"""The connections between rank 0 and the others while they run: what they report, and who ends.
+"""Connect rank 0 with the other ranks while they run: report failures, and end ranks.
 
-Every rank keeps the connection of the start-up exchange until it leaves, and a thread listens to
-it. Messages and ends of connections go to decisions.py, which finds out which rank failed first;
-what it decides is sent from here. No torch.
+Every rank keeps its connection from the start-up exchange until it leaves, and a thread reads it.
+Messages and ends of connections go to decisions.py, which finds out which rank failed first. This
+module sends the messages that it decides on. No torch.
 
     message                     from, to         meaning
     connected                   rank -> 0        torch has connected this rank; 0 -> all: all ranks
@@ -45,25 +45,25 @@ if TYPE_CHECKING:  # loaded when a rank hangs or times out, or with hang_timeout
     from .inspection import Inspection
 
 HUNG_RANK_TIMEOUT = 10.0
-_ACKNOWLEDGE_SECONDS = 2.0  # that a leaving rank waits for its report to arrive
-_REPORT_SECONDS = 10.0  # that a hung rank has for its files
+_ACKNOWLEDGE_SECONDS = 2.0  # a leaving rank waits this long for its report to arrive
+_REPORT_SECONDS = 10.0  # a hung rank has this long to write its files
 
-_current: Monitor | None = None  # of this process, from connected() to leave()
+_current: Monitor | None = None  # the monitor of this process, from connected() to leave()
 
 
 def departed_ranks() -> dict[int, str]:
-    """Return the ranks that have ended, and why, as far as this one is connected to them."""
+    """Return the ranks that have ended, and why, as far as this rank is connected to them."""
     return _current.departed_ranks() if _current else {}
 
 
 @dataclass
 class OwnRank:
-    """What a monitor reads of its own rank, in its thread; known once torch has connected it.
+    """What a monitor calls to read its own rank, in its thread; set once torch has connected it.
 
-    entered_collectives: how many it has entered. read_collectives: the last of them, oldest first,
-    with or without locations, and the process groups. progress: a number that grows with the
-    rank's progress. write_report: writes its file; the arguments are a folder, "" for none, and
-    the cause.
+    entered_collectives: returns how many it has entered. read_collectives: returns the last of
+    them, oldest first, and the process groups; its argument requests where they were called.
+    progress: returns a number that grows with the rank's progress. write_report: writes the rank's
+    file; the arguments are a folder, "" for none, and the cause.
     """
 
     entered_collectives: Callable[[], int | None] = lambda: None
@@ -75,10 +75,10 @@ class OwnRank:
 
 
 class Monitor:
-    """One rank's end of the connections between rank 0 and the others.
+    """One rank's side of the connections between rank 0 and the others.
 
-    Until the ranks have started, one that ends makes the start fail: the thread then ends this
-    process, unless the main thread asks for the cause with connected() or start_failure().
+    Until all ranks have started, the end of any rank makes the start fail. The thread then ends
+    this process, unless the main thread asks for the cause with connected() or start_failure().
     """
 
     def __init__(
@@ -91,23 +91,23 @@ class Monitor:
     ) -> None:
         """Start to listen.
 
-        connections: to rank 0, or on rank 0 to every other rank. host: of this rank, "n1 (pid 7)".
-        hung_rank_timeout: seconds until a rank for which all others have waited in vain is ended,
-        after they have stopped.
+        connections: to rank 0, or on rank 0 to every other rank. host: this rank's, "n1 (pid 7)".
+        hung_rank_timeout: all other ranks have stopped after waiting in vain for one rank; it is
+        ended after so many seconds.
         """
         self.rank = rank
         self.peers = dict(connections)
         self.own = OwnRank()
         hosts = {rank: host, **{peer.rank: peer.host for peer in connections.values()}}
         self.decisions = Decisions(rank, hosts)
-        self.hang_announced = self._announced = False  # by any rank, by this one
+        self.hang_announced = self._announced = False  # by any rank; by this one
         self.leaving = self._left = False
-        self.collective_failed = False  # the last one of this rank
+        self.collective_failed = False  # whether this rank's last collective has failed
         self._hung_rank_timeout = hung_rank_timeout
         self._inspection: Inspection | None = None
         self._make_watch: Callable[[], HangWatch] | None = None
-        self._watch_at = 0.0  # monotonic seconds
-        self._reported = 0  # to ddpkit launch: 1; 2: also that all ranks end
+        self._watch_at = 0.0  # monotonic seconds: when to start the watch
+        self._reported = 0  # 1: the cause was sent to ddpkit launch; 2: also that all ranks end
 
         self._lock = threading.RLock()
         self._all_started = threading.Event()
@@ -117,8 +117,8 @@ class Monitor:
         self._acknowledged: set[int] = set()
         self._all_acknowledged = threading.Event()
         self._wake_read, self._wake_write = socket.socketpair()
-        # A forked child, such as a DataLoader's worker, must not keep the connections of a dead
-        # rank open.
+        # A forked child, such as a DataLoader worker, must not keep the connections of a dead rank
+        # open.
         close_in_child = functools.partial(_close_in_child, weakref.ref(self))
         os.register_at_fork(after_in_child=close_in_child)
         for connection in self.peers:
@@ -136,8 +136,8 @@ class Monitor:
     def connected(self) -> Failure | None:
         """Report that torch has connected this rank, and wait until it has connected all.
 
-        A rank that left earlier would close what others still need. Returns which rank ended
-        instead; None for none.
+        If a rank left earlier, it would close connections that others still need. Returns the rank
+        that ended instead, with its cause; None if all are connected.
         """
         global _current
         with self._lock:
@@ -151,14 +151,14 @@ class Monitor:
         return self.decisions.start_failure
 
     def watch(self, make_watch: Callable[[], HangWatch], seconds: float = 0.0) -> None:
-        """Look for hangs, so many seconds from now on, and end this process when the ranks hang."""
+        """Start to look for hangs after `seconds`, and end this process when the ranks hang."""
         with self._lock:
             self._make_watch, self._watch_at = make_watch, time.monotonic() + seconds
         self._wake()
 
     @property
     def inspection(self) -> Inspection:
-        """What this rank knows of where the others are."""
+        """The positions and states of the other ranks; created on first use."""
         if self._inspection is None:
             from .inspection import Inspection
 
@@ -168,8 +168,8 @@ class Monitor:
     def leave(self, cause: Failure | None, how: str = LEFT) -> None:
         """Report that this rank leaves, and close the connections.
 
-        cause: what the ranks that still need this one should report; None where another rank's
-        failure stops this one. how: it leaves. Waits at most two seconds for the report to arrive.
+        cause: what ranks report if they still need this one; None if another rank's failure stops
+        it. how: "left normally". Waits at most two seconds for the report to arrive.
         """
         global _current
         with self._lock:
@@ -177,27 +177,27 @@ class Monitor:
                 return
             self.leaving = True
             self.carry_out(self.decisions.end_hung(running=()))
-            # Nobody can query rank 0 after it has left: it leaves with the cause that it knows.
+            # Nobody can query rank 0 after it has left, so it sends the cause that it knows.
             entered = self.own.entered_collectives()
             first = self.decisions.last_cause(cause, entered, how) if self.rank == 0 else None
             left = {"kind": "left", "cause": cause, "first": first, "entered": entered}
             self.send_all({**left, "how": how})
         self._wake()
         self._all_acknowledged.wait(_ACKNOWLEDGE_SECONDS)
-        if self.hang_announced:  # while the main thread was in native code: another one ends this
+        if self.hang_announced:  # another thread ends this process, which was in native code
             time.sleep(2 * _REPORT_SECONDS)
         if self._inspection and self._inspection.watch:
             faulthandler.cancel_dump_traceback_later()
         self._left = True
-        _current = None  # those that have ended are no ranks of a later job
+        _current = None  # ranks that have ended do not belong to a later job
         self._wake()
 
     def find_cause(self, kind: str, place: str = "", missing: Sequence[int] = ()) -> Failure | None:
         """Return the first cause, as rank 0 knows it; None where it is not known.
 
-        kind: what this rank has seen, "lost" for a connection and "timeout" for a collective.
-        place: what has failed, and where: "barrier() at train.py, line 9, in save". missing: the
-        ranks that torch names for it, on rank 0.
+        kind: "lost" after a lost connection, "timeout" after a collective timed out. place: what
+        failed, and where: "barrier() at train.py, line 9, in save". missing: on rank 0, the ranks
+        that torch's error names.
         """
         decisions = self.decisions
         with self._lock:
@@ -214,7 +214,7 @@ class Monitor:
             self._response.wait(2 * DECIDE_SECONDS + 1)
         with self._lock:
             cause = decisions.known_cause()
-            if self.rank != 0 and not decisions.first and cause and place:  # without rank 0
+            if self.rank != 0 and not decisions.first and cause and place:  # rank 0 has not decided
                 return decisions.explain_without_rank_0(cause, place)
             return cause
 
@@ -241,7 +241,7 @@ class Monitor:
     def report_to_launcher(self, cause: Failure) -> None:
         """Report the first cause to ddpkit launch, once; without it, one of the ranks prints it.
 
-        In a thread, for which the end of the program waits: ddpkit launch may be cut off.
+        In a thread, since ddpkit launch may be unreachable; the program ends after the thread.
         """
         with self._lock:
             is_over = self.hang_announced or self.decisions.has_ended("lost")
@@ -262,7 +262,7 @@ class Monitor:
             selector.register(self._wake_read, selectors.EVENT_READ)
             for connection in self.peers:
                 selector.register(connection, selectors.EVENT_READ)
-                self._read(connection)  # what arrived behind the result of the exchange
+                self._read(connection)  # read what arrived behind the result of the exchange
             while not self.decisions.start_failure and not self._left:
                 self._serve(selector)
 
@@ -275,7 +275,7 @@ class Monitor:
             _exit_with(failure.text)
 
     def _serve(self, selector: selectors.BaseSelector) -> None:
-        """Handle what arrives next, and carry out what can be decided then."""
+        """Handle arriving messages, and carry out the decisions that they allow."""
         for key, _ in selector.select(self._pause()):
             if key.fileobj is self._wake_read:
                 self._wake_read.recv(4096)
@@ -300,7 +300,7 @@ class Monitor:
                 self._all_acknowledged.set()
 
     def _pause(self) -> float | None:
-        """Return the seconds until something has to be done without a message."""
+        """Return the seconds until something is due without a message; None: wait for one."""
         if self.decisions.has_queries:
             return 0.05
         if self._inspection and self._inspection.watch:
@@ -323,7 +323,7 @@ class Monitor:
                         self._response.set()
 
     def _handle(self, rank: int, message: Message, reply: Callable[[Message], None]) -> None:
-        """Handle a message of another rank, or of rank 0 to itself."""
+        """Handle a message from another rank, or from rank 0 to itself."""
         kind, cause, decisions = message["kind"], _failure(message.get("cause")), self.decisions
         if kind == "connected":
             self.carry_out(decisions.connected(rank))
@@ -339,17 +339,17 @@ class Monitor:
         elif kind == "left":
             first = _failure(message["first"])
             decisions.left(rank, cause, first, message["entered"], message["how"])
-            self._acknowledged.add(rank)  # it needs no report any more
+            self._acknowledged.add(rank)  # a rank that has left needs no report
             reply({"kind": "ack"})
             if self._inspection:
-                self._inspection.restart()  # it was late, and is not any more
-            if self.rank != 0:  # nobody responds any more
+                self._inspection.restart()  # the rank was late; now it has left
+            if self.rank != 0:  # rank 0 has left: no response will arrive
                 self._response.set()
         elif kind == "ack":
             self._acknowledged.add(rank)
         elif kind == "end" and cause:
             self._end_later(cause)
-        elif kind == "hang" and cause and not self.hang_announced:  # else this rank ends already
+        elif kind == "hang" and cause and not self.hang_announced:  # else it ends already
             self._end_hang(message["folder"], cause, {})
         elif kind in ("beat", "ask_states", "states", "ask_position", "position"):
             self.inspection.handle(rank, message, reply)
@@ -357,7 +357,7 @@ class Monitor:
             self._all_started.set()
 
     def carry_out(self, actions: Iterable[Action]) -> None:
-        """Send the messages of actions, and report to ddpkit launch."""
+        """Send the messages of these actions, and report to ddpkit launch."""
         for action in actions:
             if not isinstance(action, Send):
                 if not self._reported:
@@ -384,7 +384,7 @@ class Monitor:
         return self.own.read_collectives(False)[0]
 
     def waits(self) -> bool:
-        """Whether this rank waits in a collective; True where these are not recorded."""
+        """Whether this rank waits in a collective; True if collectives are not recorded."""
         return waits(self.read_calls())
 
     # The end of ranks ----------------------------------------------------------------------------
@@ -398,7 +398,7 @@ class Monitor:
     ) -> None:
         """Print a message, and end all ranks that can still be reached.
 
-        folder: for the files of all ranks. files: what this one writes there besides, by name.
+        folder: receives the files of all ranks. files: more files of this rank, name -> text.
         """
         sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
@@ -415,21 +415,21 @@ class Monitor:
         def write() -> None:
             self.own.write_report(folder, cause.text)
             for name, text in files.items():
-                with contextlib.suppress(OSError):  # the report has said so
+                with contextlib.suppress(OSError):  # write_report() has logged the error
                     with open(os.path.join(folder, name), "x", encoding="utf-8") as file:
                         file.write(text)
 
         def end() -> None:
             writer = threading.Thread(target=write, daemon=True)
             writer.start()
-            writer.join(_REPORT_SECONDS)  # the file system may be what hangs
-            time.sleep(1 + (self.rank == 0))  # until the other ranks have written theirs
+            writer.join(_REPORT_SECONDS)  # do not wait longer: the file system may hang
+            time.sleep(1 + (self.rank == 0))  # gives the other ranks time to write theirs
             process.end(1)
 
         threading.Thread(target=end, daemon=True, name="hang report").start()
 
     def _end_later(self, cause: Failure) -> None:
-        """End this process after a while: the others have, and it may never notice."""
+        """End this process after a while: the other ranks have ended, and it may never notice."""
 
         def end() -> None:
             if not self.leaving:
@@ -451,7 +451,7 @@ class Monitor:
 
 
 def _failure(fields: list[Any] | None) -> Failure | None:
-    """Return the failure in a message."""
+    """Return the failure that a message contains, as a list of its fields."""
     return Failure(*fields) if fields else None
 
 

@@ -1,10 +1,10 @@
-"""What to do about errors of torch that do not say it. Loaded when an error ends a rank."""
+"""Add what to do to errors of torch that do not say it. Loaded when an error ends a rank."""
 
 from __future__ import annotations
 
 import re
 
-# A pattern of torch's text; what replaces the text, "" to keep it; what to do.
+# Pattern of torch's message; replacement for the message, "" to keep it; advice.
 _REMEDIES = (
     # "DistributedDataParallel device_ids and output_device arguments only work with single-device/
     # multiple-device GPU modules or CPU modules, but got device_ids [1], output_device 1, and
@@ -29,9 +29,9 @@ _REMEDIES = (
 
 
 def add_remedy(description: str, text: str) -> str:
-    """Return the description of an error with what to do about it, where that is known.
+    """Return the description of an error with advice added, where there is any.
 
-    description: "ValueError: ...", which may be cut off. text: of the error, all of it.
+    description: "ValueError: ...", possibly cut off. text: the complete message of the error.
     """
     for pattern, meaning, remedy in _REMEDIES:
         if re.search(pattern, text, re.DOTALL):

@@ -1,7 +1,7 @@
-"""End a rank: which rank failed first, orderly close, start-up time-out.
+"""End a rank: find which rank failed first, close in order, limit the time of the start.
 
-The first rank to fail shows its traceback. The others name it, without the traceback of the
-collective that failed because of it.
+The first rank to fail shows its traceback. The others name that rank, and do not show the
+traceback of their own collective that failed because of it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .monitor import Monitor
 _log = get_logger(__name__)
 
 _DESTROY_SECONDS = 20.0
-_SLOWEST_RANK_SECONDS = 1800.0  # for a last evaluation or save while the other ranks close
-_ORDERLY_EXITS = (None, 0, EXIT_REQUEUE)  # of SystemExit
+_SLOWEST_RANK_SECONDS = 1800.0  # seconds for a last evaluation or save while others close
+_ORDERLY_EXITS = (None, 0, EXIT_REQUEUE)  # values of SystemExit.code
 _REPORTED = "_ddpkit_reported"  # attribute of an exception that has been printed
-_FAILED_KEY, _CLOSING_KEY = "ddpkit/failed", "ddpkit/closing"  # in the store
+_FAILED_KEY, _CLOSING_KEY = "ddpkit/failed", "ddpkit/closing"  # keys in the store
 
 # Messages of torch 2.13. gloo raises a plain RuntimeError: "[.../gloo/transport/tcp/pair.cc:553]
 # Connection closed by peer [10.0.0.2]:57993". NCCL and the store raise DistError: "... Watchdog
@@ -50,7 +50,7 @@ _RUNTIME_ERROR_OF_TORCH = (
     r"|lost the connection to rank (0's store|\d+, which has ended)"
     r"|the store that rank 0 or torchrun serves is no longer reachable"
 )
-# Errors that the kit raises on all ranks name the one that failed: "cannot load /scratch/run/step-
+# Errors that the kit raises on all ranks name the rank that failed: "cannot load /scratch/run/step-
 # 000000001 on rank 1 on n2: the state does not match".
 _FAILED_RANK = r" on rank (\d+) on ([\w.-]+): "
 _MONITORED_BARRIER = r"Ranks? ([\d, ]+) failed to pass monitoredBarrier"
@@ -80,8 +80,8 @@ class Shutdown:
     ) -> None:
         """Prepare the end.
 
-        store: shared by all ranks. monitor: of the connections to the other ranks; None where
-        there are none. owns_group: whether the end destroys the process group.
+        store: shared by all ranks. monitor: the connections to the other ranks; None where there
+        are none. owns_group: whether the end destroys the process group.
         """
         self.store = store
         self._owns_group = owns_group
@@ -93,7 +93,7 @@ class Shutdown:
         self._previous_hook = sys.excepthook
 
     def register_hooks(self) -> None:
-        """Report also what ends a program without a with statement: exceptions and sys.exit()."""
+        """Report exceptions and sys.exit() also if the program uses no with statement."""
         if may_have("atexit"):
             atexit.register(self.at_exit)
         if not may_have("excepthook"):
@@ -112,7 +112,7 @@ class Shutdown:
         sys.excepthook = hook
 
     def _remove_hooks(self) -> None:
-        """Take the hooks back, as far as nobody has added others since."""
+        """Remove the hooks, unless other code has added its own since."""
         atexit.unregister(self.at_exit)
         exit_calls.stop()
         if self._hook is not None and sys.excepthook is self._hook:
@@ -130,9 +130,9 @@ class Shutdown:
     def close(self, *, orderly: bool = True, how: str = "") -> None:
         """Leave the other ranks and destroy the process group; a second call does nothing.
 
-        orderly: the other ranks are expected to close, too. The end of NCCL waits for the ranks
-        of the same host, so this rank first waits for all ranks. how: what the other ranks report
-        if they still need this one.
+        orderly: expect that the other ranks close, too. NCCL's end waits for the ranks of the same
+        host, so this rank first waits for all ranks. how: the reason that the other ranks report if
+        they still need this one.
         """
         if self._closed:
             return
@@ -161,8 +161,8 @@ class Shutdown:
     def report(self, error: BaseException, *, printed: bool = False) -> bool:
         """Print why this rank stops, once, and report it to the other ranks; return whether it did.
 
-        The connections are still open: no other rank has noticed yet, so a traceback comes first.
-        printed: the script has printed it already.
+        The connections are still open and no other rank has noticed yet, so this traceback is
+        printed first. printed: whether the script has printed it already.
         """
         if self._closed or _is_orderly(error) or getattr(error, _REPORTED, False):
             return False
@@ -171,7 +171,7 @@ class Shutdown:
 
         name, text = type(error).__name__, str(error).strip()
         description = describe(error)
-        from .remedies import add_remedy  # only a failure needs it
+        from .remedies import add_remedy  # imported only after a failure
 
         description = add_remedy(description, text)
         if re.search(_DDP_ERROR, text):
@@ -202,11 +202,11 @@ class Shutdown:
         elif not is_root_cause:
             message = f"{self._this_rank} stops, because {first.text}"
 
-        # Where an exit was called explains nothing.
+        # The traceback of an exit does not explain a failure.
         is_exit = isinstance(error, SystemExit | KeyboardInterrupt)
         if not (printed or is_exit or another_rank_shows_it):
             sys.stderr.write("".join(traceback.format_exception(error)))
-        if not first:  # else ddpkit launch prints it, or one of the ranks
+        if not first:  # otherwise ddpkit launch or one of the ranks prints it
             sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
         write_error_file(message, is_root_cause=is_root_cause)
@@ -222,8 +222,8 @@ class Shutdown:
     ) -> Failure | None:
         """Return what failed first; None where no rank knows.
 
-        kind: see peer_failure(). place: of the collective that has failed. missing: ranks that
-        torch names for it.
+        kind: see peer_failure(). place: where the failed collective was called. missing: ranks that
+        torch's error names.
         """
         if self._monitor is None:
             return None if kind else failure
@@ -236,7 +236,7 @@ class Shutdown:
             self._monitor.leave(cause, how)
 
     def _departure(self, how: str) -> Failure:
-        """What the other ranks report if they still need this rank, which has not failed."""
+        """Return what others report if they still need this rank, which has not failed."""
         entered = entered_collectives()
         after = "" if entered is None else f" after {entered} collectives"
         text = (
@@ -250,7 +250,7 @@ class Shutdown:
         """Wait until all ranks close, one has failed, or the slowest takes half an hour."""
         limit = time.monotonic() + _SLOWEST_RANK_SECONDS
         pause = max(0.05, self._world_size / 5000)
-        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+        with contextlib.suppress(RuntimeError):  # rank 0's exit closes the store
             closing = self.store.add(_CLOSING_KEY, 1)
             while closing < self._world_size and time.monotonic() < limit:
                 if self.store.check([_FAILED_KEY]):
@@ -260,14 +260,14 @@ class Shutdown:
 
     def _release_closing_ranks(self) -> None:
         """End _wait_for_all() on the ranks that are closing already."""
-        with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+        with contextlib.suppress(RuntimeError):  # rank 0's exit closes the store
             self.store.set_timeout(timedelta(seconds=3))
             self.store.set(_FAILED_KEY, "")
 
     def at_exit(self) -> None:
-        """Record the exit for waiting ranks: without a with statement they would not see it."""
+        """Report the exit: ranks that wait would not notice it without a with statement."""
         if not self._closed:
-            # Python keeps the error for debuggers; a hook of the script may have only printed it.
+            # Python keeps an uncaught error here; a hook of the script may have only printed it.
             if error := getattr(sys, "last_value", None):
                 self.report(error, printed=True)
             call = exit_calls.last_exit()
@@ -275,7 +275,7 @@ class Shutdown:
                 self.report(call.handled or SystemExit(call.status), printed=True)
             how = _describe_leaving("ended its program (by its last line or sys.exit())")
             self._leave(self._departure(how), how)
-        # The end of NCCL might wait for ranks that are still at work; the process's end does not.
+        # NCCL's shutdown may wait for ranks that are still at work; the process's end does not.
         if self._backend == "gloo":
             self.close(orderly=False)
 
@@ -295,7 +295,7 @@ def peer_failure(error: BaseException) -> str:
 
 
 def _place_of(error: BaseException, call: str = "") -> str:
-    """Return what has raised an error, and the line of the script: "barrier() at train.py, ...".
+    """Return the call that raised an error, and its line: "barrier() at train.py, ...".
 
     call: the name to show; "" for the innermost function.
     """
@@ -312,7 +312,7 @@ def _place_of(error: BaseException, call: str = "") -> str:
 
 
 def _describe_leaving(otherwise: str) -> str:
-    """Return how this rank leaves; torch's @record goes on after a sys.exit() in its function."""
+    """Return how this rank leaves; after sys.exit() in its function, torch's @record goes on."""
     call = exit_calls.last_exit()
     return f"left by sys.exit() at {call.place}" if call is not None else otherwise
 
@@ -370,7 +370,7 @@ def print_without_traceback(failure: LaunchError) -> None:
 def start_up_time_out(rank: int, world_size: int, timeout: float) -> Iterator[None]:
     """End this process when the start takes 10 % longer than `timeout` seconds.
 
-    Every step of the start has the timeout itself, but native code may wait without a limit.
+    Every step of the start applies the timeout itself, but native code may wait without a limit.
     """
     done = threading.Event()
 

@@ -1,9 +1,9 @@
 """Let DataLoader workers write their stacks when their rank asks; worker_lines.py asks. No torch.
 
-A worker that multiprocessing has forked lets faulthandler write its stack to a private file when it
-receives a signal. The rank finds that file among the open files of the worker, where its name also
-says which signal it is: a process that has become another program, or has closed its files, has no
-such file, and gets no signal. The handler runs no Python, and restarts system calls.
+A worker forked by multiprocessing makes faulthandler write its stack to a private file on a signal.
+The rank finds that file among the worker's open files; its name contains the signal number. A
+process that has become another program, or has closed its files, has no such file and gets no
+signal. The handler runs no Python and restarts system calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..host import process
 from ..launch_protocol import may_have
 
 _NAME = "ddpkit-stack"
-FILE = re.compile(rf"{_NAME}-(\d+)\b")  # in a link: "/memfd:ddpkit-stack-57 (deleted)"
+FILE = re.compile(rf"{_NAME}-(\d+)\b")  # matches a link: "/memfd:ddpkit-stack-57 (deleted)"
 
 
 class _Setup:
-    """What multiprocessing calls in each child that it forks, as long as this object exists."""
+    """The object that multiprocessing passes to _begin_worker() in each child that it forks."""
 
     registered = False
-    file = -1  # of this process
+    file = -1  # file descriptor for this process's stack; -1: none
 
 
 _setup = _Setup()
@@ -43,7 +43,7 @@ def register() -> None:
 def _begin_worker(setup: _Setup) -> None:
     with contextlib.suppress(OSError, AttributeError, LookupError, RuntimeError, ValueError):
         number = _unused_signal()
-        if setup.file >= 0:  # that of the worker which has forked this one
+        if setup.file >= 0:  # inherited from the worker that forked this one
             number = int(FILE.findall(os.readlink(f"/proc/self/fd/{setup.file}"))[0])
             os.close(setup.file)
             setup.file = -1

@@ -1,7 +1,7 @@
 """Stop all ranks at the same step before the job ends, and put the job back into the queue.
 
-stop_signal.py is what a training script uses. agreement.py lets the ranks agree on a step,
-sources.py holds everything that requests a stop. job/requeue.py puts the job back.
+stop_signal.py is the interface for training scripts. agreement.py lets the ranks agree on a step,
+sources.py watches everything that requests a stop. job/requeue.py puts the job back.
 """
 
 from __future__ import annotations

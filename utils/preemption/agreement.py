@@ -11,8 +11,8 @@ Each rank counts the boundaries that its training loop has passed. A stop takes 
 No rank has passed S, because no rank passes the boundary that it reported. Step times and clocks do
 not matter. The main threads may wait for each other in collectives, because other threads report.
 
-A rank that fails ends the agreement instead: launchers send SIGTERM to the others then (srun at
-once), which is no preemption. They raise an error, so that nobody puts the job back into its queue.
+A rank that fails ends the agreement instead. Launchers then send SIGTERM to the other ranks (srun
+at once), which is no preemption. These ranks raise an error, so that nobody requeues the job.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _NO_LIMIT = 1 << 62
 _TOPIC = "boundary"
-_FAILED = "failed"  # counts the ranks that left with an error
-_LEAVE_TIMEOUT = 10.0  # seconds that rank 0, which may serve the store, waits for the other ranks
+_FAILED = "failed"  # key of a counter: ranks that left with an error
+_LEAVE_TIMEOUT = 10.0  # seconds that rank 0, which may serve the store, waits for other ranks
 _LEAVE_POLL_SECONDS = 0.005
 _DOUBT_POLL_SECONDS = 0.05
 _CALL_ALL = (
@@ -45,10 +45,10 @@ _CALL_ALL = (
 
 
 class BoundaryReport(TypedDict):
-    """Where one rank is held."""
+    """The boundary at which a rank is held."""
 
     boundary: int
-    finished: bool  # the rank has left its loop without a stop
+    finished: bool  # whether the rank has left its loop without a stop
 
 
 class _RankFailed(RuntimeError):
@@ -56,15 +56,15 @@ class _RankFailed(RuntimeError):
 
 
 class StopAgreement:
-    """One rank's part of the agreement.
+    """One rank's side of the agreement.
 
     The main thread calls pass_boundary(). One other thread calls advance(). Any thread and any
     signal handler may call request().
 
-    communicator: connects the ranks; None for a process that is alone.
+    communicator: connects the ranks; None for a single process.
     wake: called after request(), to wake the thread that calls advance().
     rank_timeout: seconds to wait at a boundary for the reports of all ranks.
-    calls: which ranks have passed a boundary; None for a process that is alone.
+    calls: knows which ranks have passed a boundary; None for a single process.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class StopAgreement:
         rank_timeout: float,
         calls: CallsOfAllRanks | None = None,
     ) -> None:
-        self.reason = ""  # why a stop was requested
-        self.boundary: int | None = None  # at which all ranks stop
+        self.reason = ""  # names the source of the request
+        self.boundary: int | None = None  # all ranks stop at this boundary
         self.closed = False
 
         self._communicator = communicator
@@ -83,16 +83,16 @@ class StopAgreement:
         self._wake = wake
         self._rank_timeout = rank_timeout
         self._calls = calls
-        self._absent = ""  # which ranks do not call should_stop()
+        self._absent = ""  # names ranks that do not call should_stop()
 
         # Reentrant, since a signal handler may call request() in the middle of pass_boundary().
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._passed = 0  # boundaries
-        self._limit = _NO_LIMIT  # boundaries below it are passed at once
+        self._passed = 0  # number of boundaries passed
+        self._limit = _NO_LIMIT  # boundaries below it are passed without waiting
         self._reported = False
-        self._requested_reason = ""  # of this rank
-        self._error: RuntimeError | None = None  # why no agreement is possible any more
+        self._requested_reason = ""  # reason of this rank's own request
+        self._error: RuntimeError | None = None  # set once no agreement is possible
 
     def request(self, reason: str) -> None:
         """Request a stop of all ranks."""
@@ -144,7 +144,7 @@ class StopAgreement:
             self._receive(self._communicator)
 
     def check_calls(self) -> None:
-        """Log once, on rank 0, that other ranks make steps and do not call should_stop()."""
+        """Log once, on rank 0, that some ranks make steps but do not call should_stop()."""
         if self._calls is None or self._absent or self.closed:
             return
         self._calls.report_steps()
@@ -153,7 +153,7 @@ class StopAgreement:
             _log.error("%s", self._absent)
 
     def fail(self, error: RuntimeError) -> None:
-        """Give up: no agreement is possible any more."""
+        """Give up, because no agreement is possible."""
         with self._lock:
             self._error = error
             self._changed.notify_all()
@@ -170,14 +170,14 @@ class StopAgreement:
     def leave(self, orderly: bool) -> bool | None:
         """Let the other ranks agree without this one; rank 0, which may serve the store, goes last.
 
-        orderly: this rank has not failed. Returns whether all ranks left in an orderly way; None
-        if that is unknown, as on a rank that others have yet to follow.
+        orderly: whether this rank has not failed. Returns whether all ranks left in an orderly way;
+        None if that is unknown, for example because other ranks have not left yet.
         """
         if self._communicator is None:
             return orderly
         if self._error is not None:
             return None
-        with contextlib.suppress(RuntimeError):  # the store is gone
+        with contextlib.suppress(RuntimeError):  # the store may be gone
             return self._leave(self._communicator, orderly)
         return None
 
@@ -185,7 +185,7 @@ class StopAgreement:
         return self.boundary is not None or self._error is not None or self.closed
 
     def _hold(self) -> int:
-        """Hold this rank at its next boundary, and return that."""
+        """Hold this rank at its next boundary, and return that boundary."""
         with self._lock:
             self._reported = True
             self._limit = self._passed + 1
@@ -224,7 +224,7 @@ class StopAgreement:
             )
 
     def _leave(self, communicator: StoreCommunicator, orderly: bool) -> bool | None:
-        if not orderly:  # before the report, with which the other ranks may agree
+        if not orderly:  # counted first, because this rank's report may complete the agreement
             communicator.count(_FAILED)
         if not self._reported:
             self._report(communicator, finished=True)
@@ -269,7 +269,7 @@ def _latest(reports: list[BoundaryReport]) -> int:
 
 
 def _warn_of_unequal_loops(reports: list[BoundaryReport]) -> None:
-    """Warn if the ranks called should_stop() different numbers of times without a stop."""
+    """Warn if ranks called should_stop() different numbers of times without a stop."""
     if not all(report["finished"] for report in reports):
         return
 

@@ -1,7 +1,7 @@
 """Watch everything that requests a stop: signals, the job's time limit, a file.
 
-Signals are caught on every rank. Rank 0 alone checks the other sources, since clocks differ and a
-file system shows a new file to other hosts later.
+Signals are caught on every rank. Only rank 0 checks the other sources: clocks differ, and a file
+system may show a new file later on other hosts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..log import get_logger
 from .workers import SIGNALS, shield_children
 
 _log = get_logger(__name__)
-_QUERY_SECONDS = 300.0  # between two queries of the scheduler, which may change a limit meanwhile
-_STALE_SECONDS = 30.0  # a response older than this is queried again before it ends the run
+_QUERY_SECONDS = 300.0  # seconds between two queries of the scheduler, which may change a limit
+_STALE_SECONDS = 30.0  # seconds; an older response is queried again before it ends the run
 
 
 # Signals ------------------------------------------------------------------------------------------
@@ -35,13 +35,13 @@ class WakeUpPipe:
     def __init__(self) -> None:
         self._read_end, self.write_end = os.pipe()
         for end in (self._read_end, self.write_end):
-            os.set_blocking(end, False)  # set_wakeup_fd() requires it
+            os.set_blocking(end, False)  # required by set_wakeup_fd()
         self._poll = select.poll()
         self._poll.register(self._read_end, select.POLLIN)
 
     def wake(self) -> None:
         """End the current wait(), or the next one."""
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes just as well
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread, too
             os.write(self.write_end, b"\0")
 
     def wait(self, seconds: float) -> bytes:
@@ -58,9 +58,9 @@ class WakeUpPipe:
 class SignalCatcher:
     """Catch SIGNALS, and call request() with the name of each signal.
 
-    A Python handler runs only when the main thread runs bytecode again, and one call into C may
-    take a minute. The interpreter writes the number of a signal into the pipe at once, so that a
-    thread that calls wait() can respond.
+    A Python handler runs only when the main thread runs bytecode again, and a call into C may take
+    a minute. The interpreter writes the signal number into the pipe at once, so that a thread in
+    wait() can respond.
     """
 
     def __init__(self, request: Callable[[str], None], wake_up: WakeUpPipe) -> None:
@@ -76,7 +76,7 @@ class SignalCatcher:
         shield_children(True)
 
     def wait(self, seconds: float) -> None:
-        """Wait for a signal or wake(), and pass the signals on."""
+        """Wait for a signal or wake(), and forward the signals."""
         numbers = self._wake_up.wait(seconds)
         for number in SIGNALS:
             if number in numbers:
@@ -86,7 +86,7 @@ class SignalCatcher:
                 os.write(self._previous_wakeup_fd, numbers)
 
     def restore(self) -> None:
-        """Give the signals back to the handlers that were there before."""
+        """Restore the previous handlers of the signals."""
         shield_children(False)
         signal.set_wakeup_fd(self._previous_wakeup_fd)
         for number, handler in self._previous_handlers.items():
@@ -94,10 +94,10 @@ class SignalCatcher:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def restore_in_child(self) -> None:
-        """Stop catching in a forked child; its signals would stop the run of its parent.
+        """Stop catching in a forked child, whose signals would otherwise stop its parent's run.
 
-        SIGTERM ends the child as before. The other signals reach all processes of a job: the child
-        ignores them where they would end it.
+        SIGTERM ends the child as usual. The other signals reach all processes of a job, so the
+        child ignores them if they would end it.
         """
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous_handlers.items():
@@ -115,13 +115,13 @@ class SignalCatcher:
 
 
 class Source(Protocol):
-    """Something that rank 0 checks again and again."""
+    """Something that rank 0 checks repeatedly."""
 
     name: str
     poll_seconds: float
 
     def check(self) -> str | None:
-        """Return why to stop now, or None."""
+        """Return why to stop now; None to go on."""
 
 
 class SourceThreads:
@@ -150,7 +150,7 @@ class SourceThreads:
             reason = None
             try:
                 reason = source.check()
-            except BaseException as error:  # SystemExit would end this thread without a message
+            except BaseException as error:  # SystemExit would end this thread silently
                 if not failed:
                     _log.warning(
                         "the source of stop requests %r failed with %s: %s. It is tried again, and "
@@ -170,7 +170,7 @@ class SourceThreads:
 class TimeLimit:
     """Want a stop `reserve()` seconds before the time limit of the job.
 
-    time_left: queries the seconds until the limit; None if there is no limit or no response.
+    time_left: queries the seconds until the limit; returns None without a limit or a response.
     clock: the current time in seconds.
     """
 
@@ -186,7 +186,7 @@ class TimeLimit:
         self.poll_seconds = min(1.0, poll_seconds)
         self._time_left, self._reserve, self._clock = time_left, reserve, clock
         self._deadline: float | None = None
-        self._queried = -math.inf  # when the last query began
+        self._queried = -math.inf  # start of the last query
         self._retry_seconds = 0.0
         self._warned = False
         self.is_near = False  # whether check() has wanted a stop
@@ -211,7 +211,7 @@ class TimeLimit:
 
         self._retry_seconds = _QUERY_SECONDS
         if left is not None:
-            self._deadline = now + left  # as of the query: its response may take long
+            self._deadline = now + left  # `now` is the time of the query: a response may take long
         elif self._deadline is None and not self._warned:
             self._warned = True
             _log.warning(
@@ -221,14 +221,14 @@ class TimeLimit:
 
 
 class StopFile:
-    """Want a stop when a file appears or is touched. One that exists already must be touched."""
+    """Want a stop when a file appears or is touched. A file that exists already must be touched."""
 
     def __init__(self, path: Path, poll_seconds: float) -> None:
         self.name, self.poll_seconds = f"file {path}", poll_seconds
         self._path = path
         self._state: tuple[int, int] | None = None
         self._state_known = False
-        with contextlib.suppress(OSError):  # the thread tries again and reports it
+        with contextlib.suppress(OSError):  # the thread tries again, and reports an error
             self.check()
         if self._state is not None:
             _log.warning("%s exists already: it stops this run when it is touched again", path)
@@ -246,7 +246,7 @@ class StopFile:
 
 
 def scheduler_time_left() -> Callable[[], float | None] | None:
-    """Return what queries the scheduler for the seconds left of this job; None outside of a job."""
+    """Return a function that queries this job's seconds left; None outside of a job."""
     from ..job import current_job
 
     job = current_job()

@@ -11,10 +11,10 @@
         requeue()
     sys.exit(stop.exit_status)
 
-Exit status 0: the training is done. EXIT_REQUEUE: it has saved and is to be continued by the next
-job. Any other status: an error. srun, mpiexec and the job script pass the status on; torchrun turns
-it into 1. Under scripts/launch.py rank 0 reports that all ranks have saved, and ddpkit launch exits
-with EXIT_REQUEUE whatever launcher is in between.
+Exit status 0: the training is done. EXIT_REQUEUE: it has saved, and the next job continues it. Any
+other status: an error. srun, mpiexec and the job script pass the status on; torchrun turns it into
+1. Under scripts/launch.py rank 0 reports that all ranks have saved, and ddpkit launch exits with
+EXIT_REQUEUE under any launcher.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from ..distributed import Distributed
 
 _log = get_logger(__name__)
-_CLOSE_TIMEOUT = 10.0  # seconds
-_MAX_CHECKS_PER_SECOND = 5000  # of all ranks together: one process serves the store
-_numbers = itertools.count()  # every rank makes its StopSignals in the same order
-_open: StopSignal | None = None  # at most one: signal handlers belong to the process
+_CLOSE_TIMEOUT = 10.0  # seconds to wait for the thread
+_MAX_CHECKS_PER_SECOND = 5000  # sum over all ranks, because one process serves the store
+_numbers = itertools.count()  # identify StopSignals, which every rank creates in the same order
+_open: StopSignal | None = None  # at most one, because signal handlers belong to the process
 
 
 class StopSignal:
@@ -65,8 +65,8 @@ class StopSignal:
     rank 0 from the time limit or a file. Then the ranks agree, in about 0.3 s, on the
     next boundary that none of them has passed.
 
-    Every rank makes one StopSignal at the same place of the program, in its main thread, and calls
-    should_stop() equally often. Where the ranks take different numbers of steps (an evaluation),
+    Every rank creates one StopSignal at the same place of the program, in its main thread, and
+    calls should_stop() equally often. If the ranks take different numbers of steps (an evaluation),
     use `requested` instead. Leave the StopSignal after everything that saves, and before dist.
 
     SIGUSR1 and SIGUSR2 that arrived since this package was imported count as well. After close()
@@ -88,17 +88,17 @@ class StopSignal:
     ) -> None:
         """Catch the signals and start watching.
 
-        dist: from setup_distributed(); None for a process that is alone.
-        save_seconds: duration of a save. saving() replaces it by what it measures.
+        dist: from setup_distributed(); None for a single process.
+        save_seconds: expected duration of a save. saving() replaces it by a measurement.
         margin: seconds to keep before the time limit, besides the save and the longest step.
-        time_left: returns the seconds until the time limit, or None; called by a thread of rank 0.
-            Default: the scheduler is queried.
-        file: a stop is requested when it appears or is touched. `ddpkit submit stop` touches
-            DDPKIT_STOP_FILE, which is watched as well.
+        time_left: returns the seconds until the time limit, or None; a thread of rank 0 calls it.
+            Default: query the scheduler.
+        file: request a stop when this file appears or is touched. DDPKIT_STOP_FILE, which
+            `ddpkit submit stop` touches, is watched as well.
         poll_seconds: time between two checks of the file.
-        rank_timeout: seconds to wait at a boundary for all ranks, which takes milliseconds.
+        rank_timeout: seconds to wait at a boundary for all ranks. Usually it takes milliseconds.
 
-        Raises ValueError for a bad argument, and RuntimeError outside of the main thread or if
+        Raises ValueError for a bad argument, and RuntimeError outside of the main thread or while
         another StopSignal is open.
         """
         global _open
@@ -125,7 +125,7 @@ class StopSignal:
         self._last_call = 0.0
         self._steps = 0
         self._longest_step = 0.0
-        self._saved_within_step = 0.0  # seconds
+        self._saved_within_step = 0.0  # seconds of the present step spent in a save
         self._measured_a_save = False
         under_launch_py = REPORT in os.environ
         self._status_after_stop = 0 if self._rank and under_launch_py else EXIT_REQUEUE
@@ -141,7 +141,7 @@ class StopSignal:
         atexit.register(self._close_at_exit)
 
         sources: list[Source] = []
-        self._time_limit: TimeLimit | None = None  # on rank 0
+        self._time_limit: TimeLimit | None = None  # None except on rank 0
         if self._rank == 0:
             time_left = time_left or scheduler_time_left()
             if time_left is not None:
@@ -154,15 +154,15 @@ class StopSignal:
         self._sources = SourceThreads(self._agreement.request, sources)
 
     def should_stop(self) -> bool:
-        """Return whether to save and stop now: the same on all ranks at their n-th call.
+        """Return whether to save and stop now; all ranks get the same result at their n-th call.
 
-        Once True, it stays True. A call takes about a microsecond in a tight loop and some tens of
-        microseconds after a real step, whose data displace its own from the caches
-        (tests/bench/bench_stop.py measures both). It waits only after a request, some milliseconds
-        until the ranks have agreed.
+        Once True, it stays True. A call takes about a microsecond in a tight loop. After a real
+        step it takes some tens of microseconds, because the step's data displace its own from the
+        caches (tests/bench/bench_stop.py measures both). Only after a request does it wait, some
+        milliseconds until the ranks have agreed.
 
-        Raises RuntimeError if they cannot agree: a rank hangs, has failed or has ended, or does not
-        call should_stop().
+        Raises RuntimeError if the ranks cannot agree: a rank hangs, has failed or has ended, or
+        does not call should_stop().
         """
         now = time.monotonic()
         if self._first_call is None:
@@ -181,7 +181,7 @@ class StopSignal:
         return self.stopped
 
     def _warn_of_short_run(self, seconds: float) -> None:
-        """Log where the time limit leaves less time for steps than is kept for the save."""
+        """Log if the time limit leaves less time for steps than is reserved for the save."""
         reserve = self.reserve_seconds
         if self._time_limit is not None and self._time_limit.is_near and seconds < reserve:
             _log.warning(
@@ -197,11 +197,11 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether this rank knows already that the ranks will stop, or have stopped.
+        """Whether this rank knows that the ranks will stop, or have stopped.
 
-        Ranks may learn it at different moments. A rank may leave a loop for it in which the ranks
-        take different numbers of steps. If it then takes part in a collective of all ranks, its
-        next should_stop() returns True, as on all ranks.
+        Ranks may learn it at different moments. Use it to leave a loop in which the ranks take
+        different numbers of steps. If such a rank then joins a collective of all ranks, its next
+        should_stop() returns True, as on all ranks.
         """
         return self._agreement.boundary is not None
 
@@ -215,8 +215,8 @@ class StopSignal:
         """The status for sys.exit(): EXIT_REQUEUE after a stop, else 0.
 
         Under ddpkit launch it is 0, too, once rank 0 has reported the stop on leaving StopSignal.
-        What is between ddpkit launch and the ranks then sees no failure for which it would end the
-        other ranks or restart them. It is 1 on rank 0 if another rank has failed.
+        The launcher in between then sees no failure, for which it would end or restart the other
+        ranks. It is 1 on rank 0 if another rank has failed.
         """
         return self._status_after_stop if self.stopped else 0
 
@@ -261,15 +261,15 @@ class StopSignal:
             self._agreement.fail(error)
 
     def close(self) -> None:
-        """Give the signals back to their previous handlers. A second call does nothing.
+        """Restore the signals' previous handlers. A second call does nothing.
 
-        A SIGTERM that arrives later ends the process as it would have without a StopSignal: finish
+        A SIGTERM that arrives later ends the process as it would without a StopSignal. Finish
         saving first.
         """
         self._close(orderly=True)
 
     def _close_at_exit(self) -> None:
-        # sys.last_type is set by an exception that nobody has caught.
+        # An uncaught exception has set sys.last_type.
         self._close(orderly=not hasattr(sys, "last_type"))
 
     def _close(self, orderly: bool) -> None:
@@ -286,7 +286,7 @@ class StopSignal:
         _open = None
         atexit.unregister(self._close_at_exit)
         self._thread.join(_CLOSE_TIMEOUT)
-        if self._thread.is_alive():  # it waits for a store that does not respond
+        if self._thread.is_alive():  # the store does not respond
             return
         self._wake_up.close()
 
@@ -296,7 +296,7 @@ class StopSignal:
 
     def _abandon_in_child(self) -> None:
         """Become a closed StopSignal in a forked child. Its threads exist in the parent only."""
-        self._agreement.closed = True  # without the lock, which such a thread may hold
+        self._agreement.closed = True  # without the lock: a thread of the parent may hold it
         atexit.unregister(self._close_at_exit)
         self._signals.restore_in_child()
 
@@ -318,9 +318,9 @@ def _communicator(dist: Distributed | None) -> StoreCommunicator | None:
     if dist is None or dist.world_size == 1:
         return None
 
-    from ..coordination import StoreCommunicator  # imports torch, which one process can do without
+    from ..coordination import StoreCommunicator  # imports torch, not needed by one process
 
-    # A wait of the script in its store would hold this one up.
+    # A separate connection: it need not wait while the script waits in its store.
     store = dist.store.clone()  # type: ignore[attr-defined, unused-ignore]
     return StoreCommunicator(f"stop/{number}", dist.rank, dist.world_size, store)
 
@@ -334,7 +334,7 @@ def _calls(communicator: StoreCommunicator | None) -> CallsOfAllRanks | None:
 
 
 def _report_stop() -> int:
-    """Report to ddpkit launch that all ranks have saved; return the exit status to leave with."""
+    """Report to ddpkit launch that all ranks have saved; return this process's exit status."""
     return 0 if report_saved() else EXIT_REQUEUE
 
 

@@ -1,13 +1,14 @@
 """Keep the child processes of multiprocessing, such as DataLoader workers, alive during a stop.
 
-Schedulers send SIGTERM and SIGUSR1 to all processes of a job. A worker that ends makes its rank
-fail before the rank has saved. A shielded worker ignores SIGUSR1 and SIGUSR2, and ends only on
-SIGTERM from its own rank, as sent by Process.terminate().
+Schedulers send SIGTERM and SIGUSR1 to all processes of a job. If a worker ends, its rank fails
+before it has saved. A shielded worker ignores SIGUSR1 and SIGUSR2. It ends on SIGTERM only if its
+own rank sends it, as Process.terminate() does.
 
-Only sigwaitinfo() shows who sent a signal, and only if no thread handles SIGTERM: numpy, torch and
-OpenBLAS (in a C handler of fork()) start threads before any code of the worker runs. All threads
-and processes inherit the mask of blocked signals. So SIGTERM is blocked in the thread that starts
-the process: the child, or the fork server and then its children, begin with it blocked.
+Only sigwaitinfo() shows who sent a signal, and only if no thread handles SIGTERM. But numpy, torch
+and OpenBLAS (in a C handler of fork()) start threads before any code of the worker runs. All
+threads and processes inherit the mask of blocked signals. SIGTERM is therefore blocked in the
+thread that starts the process: the child, or the fork server and then its children, start with it
+blocked.
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ from multiprocessing.process import BaseProcess
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
-_shields_children = False  # while a StopSignal is open
-_shielded_process = 0  # process id; a worker may call shield_worker() twice
-_thread = threading.local()  # starts_child: this thread runs Process.start()
+_shields_children = False  # True while a StopSignal is open
+_shielded_process = 0  # pid of a shielded process: a worker may call shield_worker() twice
+_thread = threading.local()  # attribute starts_child: this thread runs Process.start()
 
 
 def shield_worker(worker_id: int = 0) -> None:
     """Let a DataLoader worker outlive a stop of its rank; for DataLoader(worker_init_fn=...).
 
-    Schedulers send SIGTERM and SIGUSR1 to all processes of a job. An unprotected worker is
-    terminated by them, and its rank fails before it reaches a step boundary. A shielded worker is
-    terminated only by SIGTERM from its own rank. Workers that start while a StopSignal is open are
-    shielded without this call; only workers that start earlier need it.
+    Schedulers send SIGTERM and SIGUSR1 to all processes of a job. They terminate an unshielded
+    worker, and its rank fails before it reaches a step boundary. Only SIGTERM from its own rank
+    terminates a shielded worker. Workers that start while a StopSignal is open are shielded
+    without this call; only workers that start earlier need it.
     """
     rank = multiprocessing.parent_process()  # under forkserver, os.getppid() is the server
     _shield(rank.pid if rank is not None and rank.pid is not None else os.getppid())
 
 
 def shield_children(shields: bool) -> None:
-    """Shield the processes that multiprocessing starts from now on, or no longer."""
+    """Start or stop to shield the processes that multiprocessing starts."""
     global _shields_children
     _shields_children = shields
 
 
 def begin_forked_child() -> None:
-    """Shield a child that has just been forked, if multiprocessing has forked it for this rank."""
+    """Shield a forked child, if multiprocessing has forked it for this rank."""
     shields, starts_child = _shields_children, getattr(_thread, "starts_child", False)
     shield_children(False)
     _thread.starts_child = False
-    if _shielded_process:  # its parent: SIGTERM ends the child
+    if _shielded_process:  # the parent is a shielded worker; SIGTERM ends its child
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -82,10 +83,10 @@ def _shield(rank: int) -> None:
 
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # Blocked and not handled, since torch installs its own handler in the worker.
+    # Block it instead of handling it, because torch installs its own handler in the worker.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGUSR2})
-    # In a worker that started before the StopSignal, a thread older than this call may handle it.
+    # If the worker started before the StopSignal, an older thread may still handle SIGTERM.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -102,7 +103,7 @@ def _exit_on_sigterm_from(rank: int) -> None:
 
 
 def _exit_on_second_sigterm(read_end: int) -> None:
-    """Ignore one SIGTERM, whose sender is unknown: a rank that exits repeats terminate()."""
+    """Ignore the first SIGTERM, whose sender is unknown. A rank that exits sends a second one."""
     received = 0
     while received < 2:
         received += os.read(read_end, 64).count(signal.SIGTERM)
@@ -114,12 +115,12 @@ def _wrap_start(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess],
     def start_with_signals_blocked(process: BaseProcess) -> None:
         method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
         if method != "fork":
-            resource_tracker.ensure_running()  # start() would do it, and that unblocks SIGTERM
+            resource_tracker.ensure_running()  # start() would do it, and thereby unblock SIGTERM
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         _thread.starts_child = True
         process._child_setup = _ChildSetup()  # type: ignore[attr-defined]
         try:
-            start(process)  # a forked child does not return
+            start(process)  # does not return in a forked child
         finally:
             with contextlib.suppress(AttributeError):
                 del process._child_setup  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Agree on the host and port where rank 0 listens, and exchange the ranks' reports there.
 
-Rank 0 binds a port and keeps it: the listening socket serves the start-up exchange and then
-torch's store. The other ranks try the places where endpoints.py expects rank 0. No torch.
+Rank 0 binds a port and keeps it: the listening socket serves the start-up exchange and then torch's
+store. The other ranks try the places where endpoints.py expects rank 0. No torch.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from .exchange import NotRank0, RendezvousServer, join
 from .listener import allow_connections, open_listener
 from .reports import Assignment, RankReport, check_reports
 
-_MAX_ADDRESSES = 8  # of rank 0's host that are published, within 200 bytes
-_TRIED_ADDRESSES = 4  # of one host name
+_MAX_ADDRESSES = 8  # addresses of rank 0's host to publish; they fit into 200 bytes
+_TRIED_ADDRESSES = 4  # addresses tried for one host name
 
 
 @dataclass
 class Rendezvous:
-    """What a rank knows after the start-up exchange.
+    """The result of the start-up exchange for one rank.
 
     master_addr, master_port: rank 0's, the same on every rank.
-    rank_0_addr: the address of rank 0 by which this rank has reached it.
+    rank_0_addr: the address at which this rank has reached rank 0.
     local_addr: this host's address on the way to rank 0.
     listener: on rank 0 the socket bound to master_port, for torch's store; else None.
-    connections: to rank 0, or on rank 0 to every other rank; none for a single rank.
+    connections: to rank 0, or on rank 0 to every other rank; empty for a single rank.
     table: on rank 0 one row per host. slowest: on rank 0 the host that reported last.
-    secret: of the ranks of this launch.
-    is_authenticated: whether others cannot guess it.
+    secret: shared by the ranks of this launch.
+    is_authenticated: whether other users cannot guess the secret.
     """
 
     assignment: Assignment
@@ -61,7 +61,7 @@ class Rendezvous:
 
     @property
     def token(self) -> str:
-        """A name of this launch, the same on every rank, which does not reveal its secret."""
+        """A name of this launch, equal on every rank, which does not reveal the secret."""
         text = f"token {self.secret.label}".encode()
         return hmac.digest(self.secret.key, text, "sha256").hex()[:24]
 
@@ -78,12 +78,12 @@ def agree(
 ) -> Rendezvous:
     """Find rank 0, report to it, and return what it has assigned to this rank.
 
-    launcher: the one that `placement` is from. timeout: seconds until a missing rank is an error.
-    environ: without the variables that a rank has set for other programs.
-    name_service: to use instead of the launcher's.
+    launcher: the launcher that `placement` is from. timeout: seconds until a missing rank is an
+    error. environ: variables, without any that a rank has set for other programs.
+    name_service: used instead of the launcher's.
     earlier_starts: how often the same processes have joined each other before.
 
-    Raises LaunchError on every rank, with rank 0's message where it can be reached.
+    Raises LaunchError on every rank, with rank 0's message if rank 0 can be reached.
     """
     if placement.world_size == 1:
         if report["error"]:
@@ -130,7 +130,7 @@ def _serve(
             except LaunchError as error:
                 server.refuse(str(error), deadline)
                 raise
-            # Torch's store follows on this socket, and asks for no proof.
+            # Torch's store uses this socket next, and demands no proof of the secret.
             if may_have("filter") and not network.is_loopback(bound_to):
                 accept_only(listener, server.addresses())
             connections = server.send(result.assignments)
@@ -158,7 +158,7 @@ def _serve(
 def _publish(endpoints: Endpoints, bound_to: str, port: int, deadline: float) -> str:
     """Publish a new secret, port and addresses through the name service; return the secret.
 
-    Returns "" where there is no name service. bound_to: the address where rank 0 listens.
+    Returns "" if there is no name service. bound_to: the address where rank 0 listens.
     """
     if endpoints.name_service is None:
         return ""
@@ -184,7 +184,7 @@ def _publish(endpoints: Endpoints, bound_to: str, port: int, deadline: float) ->
 
 
 def _hints(placement: Placement, endpoints: Endpoints) -> Iterator[str]:
-    """Yield what may keep other ranks from joining, for the message that names them."""
+    """Yield possible reasons why other ranks do not join, for the message that names them."""
     yield from placement.notes
     if hint := _hint_on_variables(placement, endpoints):
         yield hint
@@ -214,15 +214,15 @@ def _join(
     deadline: float,
     timeout: float,
 ) -> Rendezvous:
-    """Try the candidates until rank 0 is found there or the time is over."""
-    failures: dict[str, str] = {}  # by host, the latest last
+    """Try the candidates until rank 0 responds or the time is over."""
+    failures: dict[str, str] = {}  # host -> latest failure; the newest comes last
     attempts = 0
-    # A busy rank 0 responds to 4,000 ranks within 4 s. Where rank 0 must be, wait for longer.
+    # A busy rank 0 responds to 4,000 ranks within 4 s. Wait longer if rank 0 can be nowhere else.
     response_timeout = 10.0 if endpoints.is_certain else 2 + placement.world_size / 500
 
     def try_candidates() -> Rendezvous | None:
         nonlocal attempts
-        # Almost always the first port on the first host is right: try the others less often.
+        # The first port on the first host is almost always right; try the others less often.
         num_places = 1 + 2**attempts // 8
         candidates = _candidates(placement, endpoints, num_places, deadline, failures)
         for name, address, port, published in candidates:
@@ -247,7 +247,7 @@ def _join(
                         f"{secret.FILE}=<a private file that they share>)"
                     )
                 if found.unresponsive:
-                    attempts += 3  # another program has the likeliest port: try the others soon
+                    attempts += 3  # another program has the likeliest port: try others soon
                 continue
             return Rendezvous(
                 joined.assignment,
@@ -278,9 +278,9 @@ def _join(
 
 
 def _hint_on_variables(placement: Placement, endpoints: Endpoints) -> str:
-    """Return that no launcher has set the rank variables, where that may be why ranks are missing.
+    """Return a hint that no launcher has set the rank variables; "" if a launcher has.
 
-    They may be left in a shell, in which a script is then started alone.
+    They may be left in a shell, so that a script waits for ranks that nobody starts.
     """
     if endpoints.launcher.starts_processes or endpoints.is_of_launch:
         return ""
@@ -297,9 +297,9 @@ def _candidates(
     deadline: float,
     failures: dict[str, str],
 ) -> Iterator[tuple[str, str, int, str]]:
-    """Yield where to try: host name, address, port, and the secret that rank 0 has published.
+    """Yield places to try: host name, address, port, and the secret that rank 0 has published.
 
-    It is what rank 0 has published, or the first places of the candidates.
+    These come from the name service, or else from the first candidates.
     """
     if endpoints.name_service is not None:
         try:

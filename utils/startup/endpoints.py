@@ -1,10 +1,15 @@
 """Find out where rank 0 of a launch may listen, before the ranks are connected.
 
-Under torchrun and by hand, MASTER_ADDR and MASTER_PORT tell. Otherwise, in this order: a broadcast,
-if MPI is running already; the launcher's name service, which rank 0 publishes its address to; the
-hosts that the job lists and MASTER_ADDR, at MASTER_PORT and at ports derived from the identity of
-the launch; MASTER_ADDR and MASTER_PORT alone; a broadcast by mpi4py; hosts that the job lists to
-some ranks only.
+Under torchrun, or with variables set by hand, MASTER_ADDR and MASTER_PORT give the place. Otherwise
+these are used, in this order:
+
+1. a broadcast, if MPI is running already;
+2. the launcher's name service, where rank 0 publishes its address;
+3. the job's list of hosts and MASTER_ADDR, at MASTER_PORT and at ports derived from the identity of
+   the launch;
+4. MASTER_ADDR and MASTER_PORT alone;
+5. a broadcast by mpi4py;
+6. a list of hosts that only some ranks have.
 """
 
 from __future__ import annotations
@@ -24,17 +29,18 @@ from ..launchers.torchrun import is_stale
 from .secret import find_secret
 
 _NUM_CANDIDATES = 8
-_NEVER_IN_NAMES = set("[],;()${}*?'\"/ \t\n")  # of hosts; "gpu-a[01-02]" is a list of Slurm
+_NEVER_IN_NAMES = set("[],;()${}*?'\"/ \t\n")  # "gpu-a[01-02]" is a list
 
 
 @dataclass
 class Endpoints:
     """Where rank 0 may listen.
 
-    identity: of the launch, "" where it is unknown.
-    known_secret: what the ranks share already; "" where rank 0 publishes one, or there is none.
+    identity: a text that only this launch has; "" if it is unknown.
+    known_secret: a secret that the ranks share already; "" if rank 0 publishes one, or there is
+    none.
     hosts, ports: candidates, the likeliest first. name_service: used instead of them, if any.
-    source: where hosts and ports come from, for messages.
+    source: origin of hosts and ports, for messages.
     loopback: whether all ranks run on this host and need no other interface.
     is_of_launch: whether ddpkit launch has started this process.
     """
@@ -52,23 +58,23 @@ class Endpoints:
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether the ranks have a secret that other users do not."""
+        """Whether the ranks share a secret that other users do not know."""
         service = self.name_service
         return bool(self.known_secret or (service is not None and service.is_private))
 
     def secret(self, published: str = "") -> Secret:
-        """Return the secret, which can be guessed where there is none. published: by rank 0."""
+        """Return the secret; without one, text that can be guessed. published: text from rank 0."""
         label = hashlib.sha256(f"{self.identity}|{published}".encode()).hexdigest()
         text = self.known_secret or published or self.identity
         return Secret(text.encode(), label)
 
     @property
     def is_certain(self) -> bool:
-        """Whether there is only one place where rank 0 may listen."""
+        """Whether rank 0 can listen at one place only."""
         return self.name_service is not None or len(self.ports) == 1
 
     def resolve(self, host: str) -> list[str]:
-        """Return the IP addresses of a host; empty where its name does not resolve."""
+        """Return the IP addresses of a host; empty if its name does not resolve."""
         resolved = [*network.resolve_on_fabric(host), *network.resolve(host)]
         return list(dict.fromkeys(resolved)) or self.launcher.resolve(host)
 
@@ -84,9 +90,9 @@ def find_endpoints(
 ) -> Endpoints:
     """Return where rank 0 of this launch may listen.
 
-    name_service: the one to use, if the caller has one. timeout: seconds that MPI_Init may take.
-    earlier_starts: of the same processes, as in a search for parameters; a model of the one before
-    may hold its store, and with it MASTER_PORT, for as long as it lives.
+    name_service: used instead of the launcher's. timeout: seconds that MPI_Init may take.
+    earlier_starts: number of earlier starts of the same processes, as in a search for parameters.
+    A model of an earlier start may keep its store alive, and with it MASTER_PORT.
     Raises LaunchError when nothing leads to rank 0, or variables contradict the launch.
     """
     master_host, master_port, notes = _master_address(launcher, placement, environ)
@@ -105,7 +111,7 @@ def find_endpoints(
     if earlier_starts and endpoints.ports:
         others = candidate_ports(f"{identity or master_port} start {earlier_starts}")
         endpoints.ports = [*others, *endpoints.ports]
-    # A given name service uses the store at MASTER_PORT, so that rank 0 needs another port.
+    # The given name service uses the store at MASTER_PORT, so rank 0 needs another port.
     if name_service is not None or launcher.requires_master_address:
         return endpoints
 
@@ -119,11 +125,11 @@ def find_endpoints(
             unavailable.append(error)
         return endpoints.name_service is not None
 
-    # From MPI_Init on, the launcher's name service belongs to the MPI library.
+    # After MPI_Init, the launcher's name service belongs to the MPI library.
     uses_mpi = bool(launcher.mpi_libraries)
 
     def connect_by_mpi(*, starts_mpi: bool) -> bool:
-        from ..launchers import mpi  # few ranks need it
+        from ..launchers import mpi  # few ranks need mpi4py
 
         if not starts_mpi and not mpi.is_running():
             return False
@@ -132,7 +138,7 @@ def find_endpoints(
 
     if uses_mpi and "mpi4py.MPI" in sys.modules and connect_by_mpi(starts_mpi=False):
         return endpoints
-    # On one host, ports derived from the identity are enough.
+    # Ranks on one host need no name service: they derive ports from the identity.
     if not is_local and connect(lambda: launcher.name_service(environ)):
         return endpoints
 
@@ -142,7 +148,7 @@ def find_endpoints(
         hosts, source = launcher.candidate_hosts(environ)
 
     def use_hosts() -> Endpoints:
-        # A stale MASTER_ADDR may match one rank by chance; that rank tries the other hosts, too.
+        # A stale MASTER_ADDR may match one rank by chance, so that rank tries the other hosts, too.
         endpoints.hosts = list(dict.fromkeys([*hosts, *endpoints.hosts]))
         endpoints.ports += candidate_ports(identity) if identity else []
         endpoints.source = f"MASTER_ADDR and {source}" if master_host else source
@@ -168,7 +174,7 @@ def find_endpoints(
 
 
 def candidate_ports(identity: str) -> list[int]:
-    """Return the ports to try: the same for all ranks of a launch, others for another launch."""
+    """Return ports to try; all ranks of a launch get the same, another launch other ones."""
     digest = hashlib.sha256(b"port" + identity.encode()).digest()
     numbers = (int.from_bytes(digest[4 * i : 4 * i + 4], "big") for i in range(_NUM_CANDIDATES))
     ports = network.listen_ports()
@@ -178,7 +184,7 @@ def candidate_ports(identity: str) -> list[int]:
 def _master_address(
     launcher: Launcher, placement: Placement, environ: Mapping[str, str]
 ) -> tuple[str, int, list[str]]:
-    """Return MASTER_ADDR, MASTER_PORT and notes; "" and 0 where unset or not of this launch.
+    """Return MASTER_ADDR, MASTER_PORT and notes; "" and 0 if unset or from another launch.
 
     Raises LaunchError if they cannot be right.
     """
@@ -214,7 +220,7 @@ def _master_address(
     )
     if on_several_hosts and host and network.is_loopback(host):
         if not is_required and environ.get("RANK", "").strip():
-            return "", 0, []  # of another launch, whose RANK is this rank's by chance
+            return "", 0, []  # from another launch, which has this rank's RANK by chance
         raise LaunchError(
             f"MASTER_ADDR={host} is this host alone, but the {placement.world_size} ranks run on "
             "several hosts. Set it to a name of rank 0's host that all hosts know, or unset it"
@@ -223,7 +229,7 @@ def _master_address(
 
 
 def _problem_with_name(host: str, is_required: bool) -> str:
-    """Return why this can be no name or address of a host, and what to do; "" where it can be."""
+    """Return why this cannot be a host name or address, and what to do; "" if it can be."""
     unset = "" if is_required else ", or unset it"
     if host.count(":") == 1:
         return (

@@ -1,7 +1,7 @@
 """The start-up exchange: every rank reports to rank 0, which sends each rank its assignment.
 
-Each rank has one connection to rank 0, over which both have proved that they know the secret of
-the launch. The connections stay open, for whoever watches the ranks from then on. No torch.
+Each rank has one connection to rank 0. Both sides have proved that they know the secret of the
+launch. The connections stay open; the monitor of the ranks uses them next. No torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .reports import Assignment, RankReport, did_not_join
 
 _ROLE = "rank"
 _SEND_SECONDS = 10.0
-_LATE_RANKS_SECONDS = 15.0  # that rank 0 stays to send late ranks the cause of a failed start
+_LATE_RANKS_SECONDS = 15.0  # rank 0 sends late ranks the cause of a failed start for so long
 _SHOWN_HOSTS = 16
 
 
 class RendezvousServer(PeerServer):
-    """Rank 0's end of the start-up exchange. A context manager.
+    """Rank 0's side of the start-up exchange. A context manager.
 
-    address: of this host, as the first rank on another host has reached it.
+    address: this host's address, as the first rank on another host has reached it.
     """
 
     def __init__(
@@ -44,14 +44,13 @@ class RendezvousServer(PeerServer):
     ) -> None:
         """Accept connections.
 
-        hints: returns what may keep ranks from joining, for the message that names the missing
-        ones.
+        hints: returns possible reasons why ranks do not join, for the message that names them.
         """
         self.address = "127.0.0.1"
         self._world_size, self._hints = world_size, hints
         self._rank_of: dict[Channel, int] = {}
         self._reports: dict[int, RankReport] = {}
-        self._refusal = ""  # the cause, once the start has failed
+        self._refusal = ""  # why the start has failed
         super().__init__(listener, Loop(), secret, world_size)
 
     def __enter__(self) -> RendezvousServer:
@@ -70,7 +69,7 @@ class RendezvousServer(PeerServer):
     def collect(self, report: RankReport, deadline: float) -> list[RankReport]:
         """Wait for the reports of all ranks; return them in rank order.
 
-        report: rank 0's. deadline: monotonic seconds. Raises LaunchError when a rank does not
+        report: rank 0's own. deadline: monotonic seconds. Raises LaunchError when a rank does not
         join in time, ends, cannot start, or does not belong to this launch.
         """
         self._reports[0] = report
@@ -83,10 +82,10 @@ class RendezvousServer(PeerServer):
         return [self._reports[rank] for rank in range(self._world_size)]
 
     def addresses(self) -> set[str]:
-        """Return the addresses from which the ranks have joined, and those of their hosts."""
+        """Return the addresses that the ranks joined from, and other addresses of their hosts."""
         found = set[str]().union(*(report["addresses"] for report in self._reports.values()))
         for peer in self._rank_of:
-            with contextlib.suppress(OSError):  # the rank has just ended
+            with contextlib.suppress(OSError):  # the rank may just have ended
                 found.add(network.plain_address(peer.socket.getpeername()[0]))
         return found
 
@@ -102,11 +101,11 @@ class RendezvousServer(PeerServer):
         return peers
 
     def refuse(self, cause: str, deadline: float) -> None:
-        """Send the cause of a failed start to every rank, for some seconds also to late ranks."""
+        """Send every rank the cause of a failed start, for some seconds also late ranks."""
         self._refusal = cause
         for peer in self._rank_of:
             self._answer(peer, error=cause)
-        # Where torchrun restarts the ranks, a late rank belongs to the next attempt.
+        # If torchrun restarts the ranks, a late rank belongs to the next attempt.
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         late_ranks_seconds = 0.0 if restarts else _LATE_RANKS_SECONDS
         deadline = min(deadline, time.monotonic() + late_ranks_seconds)
@@ -133,7 +132,7 @@ class RendezvousServer(PeerServer):
             )
 
     def receive(self, peer: Channel, message: Message) -> None:
-        """Handle a message. Raises LaunchError when the start fails by it."""
+        """Handle a message. Raises LaunchError if it makes the start fail."""
         if message["kind"] == "ask_missing" and not self._refusal:
             raise LaunchError(self._missing_ranks())
         if message["kind"] != "report":
@@ -203,18 +202,18 @@ class RendezvousServer(PeerServer):
 
 
 class NotRank0(Exception):
-    """Rank 0 of this launch does not listen at an address; the text names what was found there."""
+    """Rank 0 of this launch does not listen at an address; the text says what was found there."""
 
-    unresponsive = False  # a program accepts connections there and sends nothing
+    unresponsive = False  # whether a program accepts connections there but sends nothing
 
 
 class Joined(NamedTuple):
-    """What a rank has after the start-up exchange."""
+    """The result of a rank's start-up exchange."""
 
     assignment: Assignment
     master_addr: str
-    local_addr: str  # of this host, on the way to rank 0
-    connections: dict[Channel, Peer]  # to rank 0
+    local_addr: str  # this host's address on the way to rank 0
+    connections: dict[Channel, Peer]  # the connection to rank 0
 
 
 def join(
@@ -229,11 +228,11 @@ def join(
 ) -> Joined:
     """Report to rank 0 at an address and wait for the assignment.
 
-    deadline: monotonic seconds. first_response_timeout: seconds until rank 0 has proved itself; it
-    sends the assignment when all ranks have joined.
+    deadline: monotonic seconds. first_response_timeout: seconds until rank 0 has proved itself. It
+    sends the assignment later, when all ranks have joined.
 
-    Raises NotRank0 when rank 0 of this launch is not found there, and LaunchError when it is, but
-    the start has failed.
+    Raises NotRank0 if rank 0 of this launch is not found there, and LaunchError if it is, but the
+    start has failed.
     """
     seconds = max(0.1, min(first_response_timeout, deadline - time.monotonic()))
     rank, size = placement.rank, placement.world_size
@@ -267,7 +266,7 @@ def join(
 def _wait_for_answer(peer: Channel, deadline: float) -> Message | None:
     """Return rank 0's answer; None when rank 0 has ended.
 
-    At the deadline, request the error from rank 0, which names the missing ranks.
+    At the deadline, asks rank 0 for the error, which names the missing ranks.
     """
     with contextlib.suppress(TimeoutError):
         return peer.receive_one(max(0.1, deadline - time.monotonic()))

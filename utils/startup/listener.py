@@ -11,14 +11,14 @@ from ..errors import LaunchError
 from ..host import network
 from .endpoints import Endpoints
 
-_DESCRIPTORS_PER_RANK = 2  # its connections to the start-up exchange and to the store
+_DESCRIPTORS_PER_RANK = 2  # one to the start-up exchange, one to the store
 _OTHER_DESCRIPTORS = 256
 
 
 def open_listener(endpoints: Endpoints, world_size: int) -> socket.socket:
-    """Return a socket bound to the first candidate port that is free.
+    """Return a socket bound to the first free candidate port.
 
-    With a name service it is any free port. Raises LaunchError when all ports are taken.
+    With a name service, any free port will do. Raises LaunchError if all ports are taken.
     """
     ports: Sequence[int] = endpoints.ports
     if endpoints.name_service is not None and len(ports) != 1:
@@ -48,9 +48,9 @@ def open_listener(endpoints: Endpoints, world_size: int) -> socket.socket:
 
 
 def _address(endpoints: Endpoints) -> str:
-    """Return the address to listen on; "" for all.
+    """Return the address to listen on; "" for all addresses.
 
-    `ddpkit launch` gives all ranks one address of rank 0's host, as MASTER_ADDR.
+    `ddpkit launch` passes one address of rank 0's host to all ranks, as MASTER_ADDR.
     """
     if endpoints.loopback:
         return "127.0.0.1"
@@ -62,9 +62,9 @@ def _address(endpoints: Endpoints) -> str:
 
 
 def allow_connections(world_size: int) -> None:
-    """Raise the limit of open files to what the ranks need.
+    """Raise the limit of open files, so that rank 0 can accept all ranks.
 
-    Raises LaunchError when the hard limit is too low.
+    Raises LaunchError if the hard limit is too low.
     """
     import resource  # Unix only, like every launcher
 

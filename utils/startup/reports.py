@@ -31,10 +31,10 @@ from ..launchers.rank_variables import INDEPENDENT, launch_rank, without_set_thr
 from ..ranges import format_ranges, name_ranks
 
 _SHOWN_HOSTS = 16
-_SHOWN_RANKS = 16  # of the first host, with their CPUs
+_SHOWN_RANKS = 16  # ranks of the first host, shown with their CPUs
 _SHOWN_NOTES = 3
 
-# Fields of the reports that have to be the same on all ranks, and what the message calls them.
+# Fields that must be equal on all ranks, and their names in the message.
 _COMPARED = {
     "torch_version": "torch version",
     "kit_version": "kit version",
@@ -44,55 +44,55 @@ _COMPARED = {
 
 
 class RankReport(TypedDict):
-    """Where a rank runs and as what. It travels as JSON."""
+    """A rank's description of itself and its host. It travels as JSON."""
 
     host: str
-    boot_id: str  # distinguishes containers that are all called localhost
+    boot_id: str  # tells containers apart that are all called localhost
     pid: int
     launcher: str
-    local_rank: int | None  # from the launcher, if it has one
+    local_rank: int | None  # from the launcher; None if it sets none
     local_world_size: int | None
-    cores: str  # that the rank may run on: a hexadecimal mask
+    cores: str  # hexadecimal mask of the CPUs that the rank may run on
     host_cores: int
-    topology: str  # of the host, from its local rank 0; "" from the others
+    topology: str  # sent by local rank 0 for its host; "" from other ranks
     bind: bool  # whether setup_distributed() may bind the rank
     binding: str  # DDPKIT_CPU_BIND; "" if it is unset
-    omp_num_threads: str  # "" where it is not set
-    openmp_binding: str  # the variable that makes OpenMP bind threads, with its value; or ""
-    launch_rank: str  # "2/4": of the process that ddpkit launch has started; "" where none counts
+    omp_num_threads: str  # "" if it is unset
+    openmp_binding: str  # "OMP_PROC_BIND=close"; "" if OpenMP binds no threads
+    launch_rank: str  # "2/4": process 2 of ddpkit launch's 4; "" outside of a launch
     notes: list[str]
     backend: str
-    devices: list[str]  # visible ones, by identity; empty for the CPU
-    device_nodes: list[int | None]  # the NUMA node of each device, where it is known
+    devices: list[str]  # identities of the visible devices; empty for the CPU
+    device_nodes: list[int | None]  # NUMA node of each device; None where unknown
     device_masks: str  # "CUDA_VISIBLE_DEVICES=0,1"
     torch_version: str
     kit_version: str
-    gloo_interfaces: str  # GLOO_SOCKET_IFNAME, "" where it is not set
-    addresses: list[str]  # of the interfaces of this host
+    gloo_interfaces: str  # GLOO_SOCKET_IFNAME; "" if it is unset
+    addresses: list[str]  # addresses of this host's interfaces
     age: float  # seconds from the start of this process to this report
-    error: str  # why this rank cannot start, "" where it can
+    error: str  # why this rank cannot start; "" if it can
 
 
 class Assignment(TypedDict):
-    """What rank 0 has decided for a rank. It travels as JSON."""
+    """Rank 0's decision for a rank. It travels as JSON."""
 
     node_rank: int
     num_nodes: int
     local_rank: int
     local_world_size: int
-    device_index: int | None  # among the rank's visible devices; None for the CPU
-    cpus: str  # the CPUs to bind the rank to, such as "0-7,64-71"; "": do not bind it
+    device_index: int | None  # index in the rank's visible devices; None for the CPU
+    cpus: str  # CPUs to bind the rank to: "0-7,64-71"; "" for no binding
     threads: int
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What rank 0 has found out from matching reports."""
+    """The result of rank 0's check of all reports."""
 
-    assignments: list[Assignment]  # by rank
+    assignments: list[Assignment]  # indexed by rank
     table: str  # one row per host
     notes: list[str]
-    slowest: str  # host of the rank that needed most time until its report
+    slowest: str  # host whose rank reported last
 
 
 def make_report(
@@ -108,8 +108,8 @@ def make_report(
     bind: bool = True,
     error: str = "",
 ) -> RankReport:
-    """Report where this process runs. device_nodes: as many as devices, or none."""
-    # One report of each host is enough: 2 kB for 256 CPUs.
+    """Return this process's report. device_nodes: one for each device, or none at all."""
+    # One rank per host reports it, because it has 2 kB for 256 CPUs.
     topology = read_topology() if bind and not placement.local_rank else None
     return {
         "host": socket.gethostname(),
@@ -169,7 +169,7 @@ def check_reports(reports: Sequence[RankReport]) -> CheckResult:
         for rank, chosen in zip(ranks, cores[-1], strict=True):
             assignments[rank]["threads"] = chosen.threads
             assignments[rank]["cpus"] = chosen.cpus if chosen.bind else ""
-        if not noted:  # those of the first such host
+        if not noted:  # one note for the first host that has one
             first = reports[ranks[0]]
             note = note_on_cores(first["host"], first["host_cores"], ranks, masks)
             notes += [str(note)] if note else []
@@ -221,7 +221,7 @@ def _check_same_everywhere(reports: Sequence[RankReport]) -> None:
 
 
 def _check_whole_launch(reports: Sequence[RankReport]) -> None:
-    """Raise LaunchError if processes that ddpkit launch has started are missing in this group."""
+    """Raise LaunchError if processes started by ddpkit launch are missing in this group."""
     started = {report["launch_rank"] for report in reports if report["launch_rank"]}
     for text in sorted(started):
         index, _, count = text.partition("/")
@@ -254,17 +254,17 @@ def _check_gloo_interfaces(reports: Sequence[RankReport], num_hosts: int) -> Non
 def _assign_host(
     reports: Sequence[RankReport], ranks: Sequence[int], node_rank: int, num_nodes: int
 ) -> dict[int, Assignment]:
-    """Assign the ranks of one host. Raises LaunchError when its GPUs do not match them."""
+    """Assign the ranks of one host. Raises LaunchError if its GPUs do not match the ranks."""
     on_host = [reports[rank] for rank in ranks]
     known = all(
         report["local_rank"] is not None and report["local_world_size"] for report in on_host
     )
-    # Several agents of torchrun on one host report the same local ranks twice.
+    # With several torchrun agents on one host, each of them counts local ranks from 0.
     several_agents = known and len({report["local_rank"] for report in on_host}) < len(ranks)
 
     assignments: dict[int, Assignment] = {}
     for index, (rank, report) in enumerate(zip(ranks, on_host, strict=True)):
-        # One source for all ranks of a host: the launcher, or the order of the ranks.
+        # All ranks of a host use one source: the launcher, or the order of the ranks.
         local_rank, local_world_size = index, len(ranks)
         if known and not several_agents:
             local_rank = report["local_rank"] or 0
@@ -293,13 +293,14 @@ def _choose_device(
     assignment: Assignment,
     several_agents_ranks: Sequence[int] | None,
 ) -> int | None:
-    """Return the index of a rank's device among those that it sees; None for the CPU.
+    """Return a rank's index in the devices that it sees; None for the CPU.
 
-    One visible device: that one. At least as many as ranks on this host: the one of the local
-    rank. Otherwise the mask and the number of ranks contradict each other: LaunchError.
+    If it sees one device, that is the one. If it sees at least as many devices as the host has
+    ranks, its local rank is the index. Otherwise mask and number of ranks contradict each other:
+    LaunchError.
 
-    several_agents_ranks: the ranks of a host that several agents share. Agents may have
-    different masks: only ranks that see the same devices are counted together.
+    several_agents_ranks: all ranks of the host, if several agents share it. Agents may have
+    different masks, so only ranks that see the same devices are counted together.
     """
     visible = reports[rank]["devices"]
     local_rank, local_world_size = assignment["local_rank"], assignment["local_world_size"]
@@ -352,9 +353,9 @@ def _check_one_rank_per_device(
 
 
 def _launch_notes(reports: Sequence[RankReport]) -> Iterator[str]:
-    """What the launchers had to note, each note once with the number of ranks."""
+    """Yield the launchers' notes, each once with the number of ranks."""
     counts = Counter(note for report in reports for note in report["notes"])
-    # Ranks word one finding differently, each with its rank: some examples are enough.
+    # Ranks may word the same note differently, each with its number: some examples are enough.
     for note, count in list(counts.items())[:_SHOWN_NOTES]:
         yield note if count == 1 else f"{note} ({count} ranks)"
     if len(counts) > _SHOWN_NOTES:
@@ -369,7 +370,7 @@ def _table(
 ) -> str:
     """Format one row per host: ranks, devices, cores and their NUMA nodes, threads.
 
-    cores: of the ranks of each host, by local rank. A last line lists those of the first host.
+    cores: for each host, its ranks' cores by local rank. A last line lists the first host's cores.
     """
     rows: list[tuple[str, ...]] = [("host", "ranks", "device", "cores/rank", "NUMA", "threads")]
     for ranks, chosen in list(zip(host_ranks, cores, strict=True))[:_SHOWN_HOSTS]:
@@ -393,7 +394,7 @@ def _table(
     if len(host_ranks) > _SHOWN_HOSTS:
         lines.append(f"  ... and {len(host_ranks) - _SHOWN_HOSTS} more hosts")
     if all(share.nodes for share in cores[0]) and len(cores[0]) <= _SHOWN_RANKS:
-        cpus = ":".join(share.cpus for share in cores[0])  # as DDPKIT_CPU_BIND=list: expects it
+        cpus = ":".join(share.cpus for share in cores[0])  # the format of DDPKIT_CPU_BIND=list:
         lines.append(f"  CPUs of {name_ranks(host_ranks[0])}: {cpus}")
     return "\n".join(lines)
 

@@ -18,24 +18,24 @@ from ..launchers.rank_variables import launch_rank
 from ..log import get_logger
 
 _log = get_logger(__name__)
-FILE = "DDPKIT_SECRET_FILE"  # a file that all ranks can read and no other user
-SHARED_FOLDER = Path("/dev/shm")  # of all users; that of temporary files where there is none
-_LONGEST = 4096  # bytes of a file
-_TICK_NS = 12_000_000  # more than the longest tick of the clock of file systems: 100 Hz
+FILE = "DDPKIT_SECRET_FILE"  # names a file that all ranks can read, and no other user
+SHARED_FOLDER = Path("/dev/shm")  # writable by all users; without it, the folder of temporary files
+_LONGEST = 4096  # bytes read from a file
+_TICK_NS = 12_000_000  # longer than a tick of file systems' clocks, at most 10 ms (100 Hz)
 _PAUSE_SECONDS = 0.002
 _LONGEST_WAIT_SECONDS = 1.0
 
 
 def find_secret(environ: Mapping[str, str], placement: Placement, identity: str) -> str:
-    """Return the secret that the ranks have without rank 0; "" for none.
+    """Return the secret that the ranks share without rank 0; "" if there is none.
 
-    It is that of FILE or ddpkit launch, or a new one that the ranks of one host share in a private
-    file. identity: of the launch, "" where it is unknown. Raises LaunchError if FILE is not usable.
+    It comes from FILE or ddpkit launch, or the ranks of one host create one in a private file.
+    identity: text that only this launch has; "" if unknown. Raises LaunchError if FILE is unusable.
     """
     if path := environ.get(FILE):
         return _of_user(path)
     *_, secret = parse_address(environ.get(REPORT, ""))
-    # The ranks of another launcher below a rank of ddpkit launch need not have all its variables.
+    # Below a rank of ddpkit launch, another launcher's ranks may lack some of its variables.
     position = launch_rank(environ)
     if secret and (
         position.endswith(f"/{placement.world_size}")
@@ -58,7 +58,7 @@ def find_secret(environ: Mapping[str, str], placement: Placement, identity: str)
 
 
 def forget_secret(identity: str) -> None:
-    """Remove the files of the ranks of this host, if there are any: all of them have read it."""
+    """Remove this host's secret files, if there are any. All ranks have read them."""
     with contextlib.suppress(OSError):
         for _, path in _own_files(_prefix(identity)):
             path.unlink()
@@ -84,19 +84,19 @@ def _prefix(identity: str) -> str:
 
 
 def _of_this_host(prefix: str) -> str:
-    """Return the secret in the file that a rank of this launch was first to name.
+    """Return the secret in the file that a rank of this launch renamed first.
 
-    All may make files in the folder, so a name that others can foresee may be theirs already. Each
-    rank that finds no file makes one with a random name; what others own is not looked at. A rename
-    sets the time of change while no folder is read: a file that is read to be older than a tick of
-    that clock stays the first one.
+    All users may write into the folder, so another user may already own any name that can be
+    predicted. Each rank that finds no file makes one with a random name, and other users' files
+    are ignored. A rename sets the time of change, and no folder is read meanwhile. Therefore a
+    file that is older than one tick of that clock when it is read remains the first one.
     """
     made: Path | None = None
     limit = time.monotonic() + _LONGEST_WAIT_SECONDS
     while True:
         files = sorted(_own_files(prefix))
         if files and (
-            time.time_ns() - files[0][0] > _TICK_NS or time.monotonic() > limit  # a clock was set
+            time.time_ns() - files[0][0] > _TICK_NS or time.monotonic() > limit  # the clock was set
         ):
             break
         if not files:
@@ -110,7 +110,7 @@ def _of_this_host(prefix: str) -> str:
 
 
 def _own_files(prefix: str) -> Iterator[tuple[int, Path]]:
-    """Yield when each file of this user and launch got its name, and its path."""
+    """Yield the files of this user and launch: when each got its name, and its path."""
     with os.scandir(_shared_folder()) as entries:
         for entry in entries:
             if not entry.name.startswith(prefix):
@@ -118,7 +118,7 @@ def _own_files(prefix: str) -> Iterator[tuple[int, Path]]:
             with contextlib.suppress(OSError):
                 found = entry.stat(follow_symlinks=False)
                 _check_private(found, stat.S_ISREG)
-                if found.st_nlink == 1:  # no other file of this user, by a link that another made
+                if found.st_nlink == 1:  # not a hard link that another user has made
                     yield found.st_ctime_ns, Path(entry.path)
 
 
@@ -149,7 +149,7 @@ def _read(path: Path) -> str:
 
 
 def _check_private(found: os.stat_result, is_expected: Callable[[int], bool]) -> None:
-    """Raise OSError unless it is of this kind, belongs to this user, and is closed to others."""
+    """Raise OSError unless a file has the expected type, belongs to this user, and is private."""
     if not is_expected(found.st_mode):
         raise OSError("it is of another kind")
     if found.st_uid != os.getuid() or found.st_mode & 0o077:

@@ -1,7 +1,7 @@
 """Open the key-value store that the ranks share, once they have found rank 0.
 
-It is torchrun's, where its agent serves one, and otherwise rank 0's, on the port of the start-up
-exchange.
+With torchrun this is its agent's store, if the agent serves one. Otherwise it is rank 0's, on the
+port of the start-up exchange.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .address import Rendezvous
 
 
 def agent_store(detection: Detection, deadline: float) -> AgentStore | None:
-    """Connect to the store that torchrun's agent serves; None where this launch has no agent.
+    """Connect to the store that torchrun's agent serves; None if this launch has no agent.
 
-    deadline: monotonic seconds. Raises LaunchError when it cannot be reached.
+    deadline: monotonic seconds. Raises LaunchError if it cannot be reached.
     """
     placement = detection.placement
     if placement.world_size == 1 or not detection.launcher.has_store(os.environ):
@@ -40,8 +40,8 @@ def open_store(
 ) -> Store:
     """Return the store of all ranks: the agent's, rank 0's, or one in memory for a single rank.
 
-    found: rank 0's listener becomes the store's. deadline: monotonic seconds. Raises LaunchError
-    when rank 0 cannot be reached any more.
+    found: its listener, on rank 0, becomes the store's. deadline: monotonic seconds. Raises
+    LaunchError if rank 0 can no longer be reached.
     """
     if placement.world_size == 1:
         return HashStore()
@@ -57,7 +57,7 @@ def open_store(
             is_master=placement.rank == 0,
             timeout=_remaining(deadline),
             wait_for_workers=False,
-            # A later init_process_group() by env:// in this process shares the store.
+            # So that a later init_process_group() by env:// in this process shares the store.
             multi_tenant=True,
             master_listen_fd=None if found.listener is None else found.listener.detach(),
         )
@@ -70,13 +70,13 @@ def open_store(
 
 
 class AgentStore(NameService):
-    """torchrun's store, also as the name service of the launch.
+    """torchrun's store, used also as the name service of the launch.
 
     The store outlives the workers, and nothing in a worker's environment identifies the attempt.
-    So rank 0 of each attempt overwrites the address. A rank that reads the address of an earlier
-    attempt finds nobody there who knows the secret, and reads again. For the same reason the
-    ranks' keys have a prefix of their own: the env:// rendezvous of torch uses
-    TORCHELASTIC_RESTART_COUNT, which each agent counts for itself.
+    Rank 0 of each attempt therefore overwrites the address. A rank that reads an earlier attempt's
+    address finds nobody there who knows the secret, and reads again. For the same reason the
+    ranks' keys have their own prefix: torch's env:// rendezvous uses TORCHELASTIC_RESTART_COUNT,
+    which each agent counts for itself.
     """
 
     is_private = False
@@ -108,7 +108,7 @@ def _connect_to_agent_store(deadline: float) -> Store:
             return None
         return "yes"
 
-    # TCPStore itself would retry with a warning each time.
+    # TCPStore itself would retry, with a warning each time.
     if not poll(reached, timeout):
         raise LaunchError(
             f"torchrun's store at MASTER_ADDR={address!r} MASTER_PORT={port!r} cannot be reached "

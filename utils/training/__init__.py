@@ -1,4 +1,4 @@
-"""The training loop: global batch, learning rate, gradient noise, and where the time goes."""
+"""Tools for the training loop: global batch, learning rate, gradient noise, step times."""
 
 from __future__ import annotations
 

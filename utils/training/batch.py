@@ -46,8 +46,8 @@ class BatchSplit:
 
     global_batch: int
     world_size: int
-    micro_batch: int  # samples of one forward and backward pass on one rank
-    accumulation: int  # passes per optimizer step
+    micro_batch: int  # samples per rank in one forward and backward pass
+    accumulation: int  # forward and backward passes per optimizer step
 
 
 def split_batch(
@@ -55,8 +55,8 @@ def split_batch(
 ) -> BatchSplit:
     """Return the split with the fewest passes of at most max_micro_batch samples on a rank.
 
-    min_micro_batch: refuse splits that would be slow: 127 samples per rank have no divisors but 1
-    and 127. Raises ValueError where there is no split.
+    min_micro_batch: refuse slow splits: 127 samples per rank have only the divisors 1 and 127.
+    Raises ValueError if there is no split.
     """
     for name, value in (
         ("global_batch", global_batch),
@@ -85,7 +85,7 @@ def split_batch(
 
 
 def _micro_batch(share: int, least: int, most: int) -> int | None:
-    """Return the largest divisor of a rank's share between least and most, if there is one."""
+    """Return the largest divisor of a rank's share from least to most; None if there is none."""
     for passes in range(math.ceil(share / most), share // least + 1):
         if share % passes == 0:
             return share // passes
@@ -96,7 +96,7 @@ def _micro_batch(share: int, least: int, most: int) -> int | None:
 
 
 def scale_lr(lr: float, factor: float, rule: str) -> float:
-    """Return the learning rate for a global batch `factor` times as large as the one lr is for.
+    """Return the learning rate for a global batch that is `factor` times as large as before.
 
     "linear"  lr * factor: Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in
               1 Hour", arXiv:1706.02677, section 2.1; for SGD, with linear_warmup().
@@ -105,7 +105,7 @@ def scale_lr(lr: float, factor: float, rule: str) -> float:
               Adam see Malladi et al. 2022, arXiv:2205.10287.
     "none"    lr.
 
-    Raises ValueError for another rule, or numbers that are not finite or not positive.
+    Raises ValueError for another rule, and for numbers that are not positive and finite.
     """
     if not (0 < factor < math.inf and 0 <= lr < math.inf):
         raise ValueError(
@@ -121,8 +121,8 @@ def linear_warmup(step: int, steps: int, start: float = 0.0) -> float:
     """Return the factor of the learning rate in optimizer step `step`, counted from 0.
 
     It rises in equal parts from `start` to 1, which it reaches in step `steps` - 1. The first step
-    is one part above start, so that start=0 loses no step. Gradual warm-up of Goyal et al. 2017
-    (see scale_lr), section 2.2, which starts at the unscaled rate (start = 1 / factor) and takes 5
+    is one part above start, so that no step is lost if start is 0. Gradual warm-up by Goyal et al.
+    2017 (see scale_lr), section 2.2, starts at the unscaled rate (start = 1 / factor) and takes 5
     epochs.
     """
     if step < 0 or steps < 0 or not 0 <= start <= 1:
@@ -136,7 +136,7 @@ def linear_warmup(step: int, steps: int, start: float = 0.0) -> float:
 
 
 def batched(batches: Iterable[_Batch], count: int) -> Iterator[list[_Batch]]:
-    """Iterate over lists of `count` batches; the last may be shorter. Takes no batch ahead."""
+    """Iterate over lists of `count` batches; the last may be shorter. Reads no batch ahead."""
     if count < 1:
         raise ValueError(f"count is {count}; expected at least 1. Correct it")
     remaining = iter(batches)
@@ -153,17 +153,17 @@ def accumulate(
 ) -> Iterator[tuple[_Batch, float]]:
     """Iterate over the micro-batches of one optimizer step, each with the weight for its mean loss.
 
-    The forward and backward pass go into the loop's body. With these weights the gradients add up
-    to that of the mean over the global batch, also when the last micro-batch is short.
+    The loop's body runs the forward and backward pass. With these weights the gradients add up to
+    the gradient of the mean over the global batch, even if the last micro-batch is short.
     DistributedDataParallel exchanges gradients in the last pass only (DDP.no_sync).
 
-    samples: of this rank in this step; default: those of micro_batches. Where ranks have unequal
-    shares, give the mean over the ranks, dist.all_reduce_mean(samples_of_this_rank), on all ranks.
-    It may count tokens if `size` does.
-    size: returns the samples of a micro-batch; default: the length of the first tensor in it.
+    samples: samples of this rank in this step; default: all samples in micro_batches. If ranks
+    have unequal shares, pass dist.all_reduce_mean(samples_of_this_rank) on all ranks. It may count
+    tokens if `size` does.
+    size: returns the samples of a micro-batch; default: the length of its first tensor.
 
-    Statistics that a model keeps, such as those of BatchNorm, are still of micro-batches. Raises
-    ValueError for a step without samples, TypeError for a batch whose length is unknown, and
+    Statistics that a model keeps (BatchNorm) still cover single micro-batches. Raises
+    ValueError for a step without samples, TypeError for a batch of unknown length, and
     RuntimeError with static_graph=True before prime_ddp_buckets().
     """
     sizes = [(size or _length)(batch) for batch in micro_batches]
@@ -191,18 +191,18 @@ def prime_ddp_buckets(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) 
     """Let DistributedDataParallel fix its gradient buckets; a resumed run then has the same bits.
 
     In the first backward pass of a process (the second with static_graph=True) DDP records when
-    each gradient is ready and reorders its buckets for all later passes. The bucket of a gradient
+    each gradient is ready, and reorders its buckets for all later passes. A gradient's bucket
     decides in which order three or more ranks add it up, and so its last bits. Call this once on
     all ranks, before a checkpoint is loaded.
 
-    loss: one forward pass of the model as in training, with inputs of the training's shapes and any
-    values. The loss uses every output that the training's loss uses.
+    loss: runs one forward pass as in training, with inputs of the training's shapes and any
+    values. It must use every output that the training's loss uses.
 
-    The model keeps its mode. Buffers (the statistics of BatchNorm), gradients, random number
-    generators and the state of a communication hook are afterwards as before. A model that updates
-    parameters in the backward pass, or counts passes in plain attributes, keeps those changes.
+    The model keeps its mode. Buffers (BatchNorm's statistics), gradients, random number generators
+    and the state of a communication hook are restored afterwards. Changes remain if a model updates
+    parameters in the backward pass, or counts passes in plain attributes.
 
-    Raises RuntimeError inside of no_sync(), where DDP records nothing.
+    Raises RuntimeError inside no_sync(), where DDP records nothing.
     """
     ddp = _find_ddp(model)
     if ddp is not None and not ddp.require_backward_grad_sync:
@@ -247,17 +247,17 @@ def _find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def _records_static_graph(model: torch.nn.Module) -> bool:
-    """Return whether the next backward pass records the graph: in no_sync(), an assert of torch."""
+    """Whether the next backward pass records the graph; in no_sync(), torch then asserts."""
     ddp = _find_ddp(model)
     if ddp is None or not ddp.static_graph:
         return False
-    # Private: torch shows in no other way that the first backward pass is over.
+    # Private: torch does not show otherwise that the first backward pass is over.
     return not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True)
 
 
 def _hook_states(ddp: DistributedDataParallel | None) -> list[tuple[object, dict[str, Any]]]:
-    """Return the state objects of communication hooks, each with a copy of its attributes."""
-    # Private: torch gives no other access to the state of a hook, such as PowerSGDState.
+    """Return the states of communication hooks, each with a copy of its attributes."""
+    # Private: torch gives no other access to a hook's state, such as PowerSGDState.
     states = [
         state for _, state in getattr(ddp, "_comm_hooks", ()) if not isinstance(state, ProcessGroup)
     ]

@@ -8,8 +8,8 @@ for ...:  # each optimizer step: forward and backward passes as usual, then
 log.info(recommend(noise.value, batch=split.global_batch))
 
 McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training",
-arXiv:1812.06162. The simple noise scale is trace(C) / |G|^2, with the mean G and the covariance C
-of the gradients of single samples.
+arXiv:1812.06162. The simple noise scale is trace(C) / |G|^2, where G is the mean and C the
+covariance of the gradients of single samples.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 class GradientNoiseScale:
-    """Estimate the gradient noise scale from the gradients that a training computes anyway.
+    """Estimate the gradient noise scale from the gradients of a training.
 
     The squared norm of a gradient over b samples has the expected value |G|^2 + trace(C) / b. This
     class compares the gradients of the micro-batches, on all ranks, with the gradient of the whole
-    step. Two batch sizes b give two equations for the two unknowns (appendix A.1 of the paper). It
-    makes no difference whether micro-batches are on several ranks or are accumulated on one.
+    step. Two batch sizes b give two equations for the two unknowns (appendix A.1 of the paper).
+    Micro-batches may be spread over ranks or accumulated on one.
 
     In a measured step, tensor hooks take the norm of each parameter's gradient before it is
     accumulated or exchanged. DDP's options and communication hooks therefore work as usual. One
@@ -40,8 +40,8 @@ class GradientNoiseScale:
 
     model: DistributedDataParallel, or any module in a single process.
     micro_batch: samples of one backward pass on one rank. The loss is their mean.
-    every: the number of optimizer steps from one measured step to the next.
-    decay: of the exponential moving averages, per measured step.
+    every: optimizer steps from one measured step to the next.
+    decay: factor of the exponential moving averages, per measured step.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class GradientNoiseScale:
         self._model, self._micro_batch, self._every, self._decay = model, micro_batch, every, decay
         self._group = model.process_group if isinstance(model, DistributedDataParallel) else None
         self._steps = 0
-        # Averages of the estimates of |G|^2 and trace(C), on the device: reading them waits for it.
-        # Both start at 0 and have the same weights, so that the initial bias cancels in the ratio.
+        # Averages of |G|^2 and trace(C), on the device: reading them waits for it. Both start at 0
+        # and have the same weights, so the initial bias cancels in their ratio.
         self._averages = torch.zeros(2, dtype=torch.float64)
         self._handles: list[RemovableHandle] = []
-        self._norms: list[list[Tensor]] = []  # per parameter, one for each backward pass
+        self._norms: list[list[Tensor]] = []  # parameter -> norm in each backward pass
         self._watch_if_due()
 
     def update(self, sizes: Sequence[float] | None = None) -> None:
@@ -67,9 +67,9 @@ class GradientNoiseScale:
 
         Call it after the last backward pass and before gradients are unscaled, clipped or zeroed.
 
-        sizes: samples of each micro-batch of this rank in this step, where they are not all
+        sizes: samples of each micro-batch of this rank in this step, if they differ from
             micro_batch. The loss then has the weights of accumulate().
-        Raises RuntimeError where there are no gradients, ValueError where sizes do not match.
+        Raises RuntimeError if there are no gradients, ValueError if sizes do not match.
         """
         self._steps += 1
         if self._handles:
@@ -81,7 +81,7 @@ class GradientNoiseScale:
         """The noise scale in samples, the same on all ranks.
 
         It is nan before the first measured step, and if each step has a single micro-batch. It is
-        inf if the noise hides the gradient: measure more steps.
+        inf if noise hides the gradient; then measure more steps.
         """
         squared_mean, trace = self._averages.tolist()
         if squared_mean == trace == 0:
@@ -140,7 +140,7 @@ class GradientNoiseScale:
         self._average(sums, _sum_of_squares(whole))
 
     def _average(self, sums: Tensor, step: Tensor) -> None:
-        """Add a measured step to the averages. sums: over the ranks; step: its squared norm."""
+        """Add a measured step to the averages. sums: over all ranks; step: its squared norm."""
         squares, samples, squared_sizes = sums.double()
         large, large_batch = step.double(), samples
         # A micro-batch of b samples on one of n ranks has the weight n b / samples in its rank's
@@ -151,7 +151,7 @@ class GradientNoiseScale:
 
         squared_mean = (large_batch * large - small_batch * small) / (large_batch - small_batch)
         trace = (small - large) / (1 / small_batch - 1 / large_batch)
-        # Not with a single micro-batch, nor with a loss scale that overflowed.
+        # Not usable: a single micro-batch, or a loss scale that overflowed.
         is_usable = (large_batch >= 1.001 * small_batch) & torch.isfinite(small + large)
         old = self._averages.to(step.device, non_blocking=True)
         new = old + (1 - self._decay) * (torch.stack([squared_mean, trace]) - old)
@@ -159,7 +159,7 @@ class GradientNoiseScale:
 
 
 def _record(norms: list[Tensor], gradient: Tensor) -> None:
-    """Append the norm of a gradient, in float32 or better: a tensor hook."""
+    """Append a gradient's norm, in float32 or better. Used as a tensor hook."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=dtype))
 
@@ -174,19 +174,20 @@ def _sum_of_squares(norms: list[Tensor]) -> Tensor:
 def recommend(noise_scale: float, batch: float) -> str:
     """Return a text that recommends global batches, and their learning rates.
 
-    Training with a batch of b samples takes 1 + noise_scale / b times the fewest steps, and
-    1 + b / noise_scale times the fewest samples (section 2 of the paper). The best learning rate of
-    SGD is proportional to 1 / (1 + noise_scale / b); for Adam the paper found a power of that, with
-    an exponent from 0.5 to 1. Far below the noise scale these are linear and square-root rules.
+    Training with a batch of b samples takes 1 + noise_scale / b times the minimum of steps, and
+    1 + b / noise_scale times the minimum of samples (section 2 of the paper). SGD's best learning
+    rate is proportional to 1 / (1 + noise_scale / b). For Adam the paper found a power of it, with
+    an exponent from 0.5 to 1. Far below the noise scale these become the linear and the square-root
+    rule.
 
-    batch: the global batch that the learning rate is for.
+    batch: the global batch of the present learning rate.
     """
     if not (0 < noise_scale < math.inf and 0 < batch < math.inf):
         raise ValueError(
             f"noise_scale={noise_scale} batch={batch}; expected finite numbers above 0. Correct "
             "them; where the noise scale is nan or inf, measure more steps"
         )
-    linear = noise_scale / 4  # 1.25 times the fewest samples
+    linear = noise_scale / 4  # costs 1.25 times the minimum of samples
     growth = linear / batch
     factor = (1 + noise_scale / batch) / (1 + noise_scale / linear)
     return f"""\

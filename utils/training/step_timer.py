@@ -28,7 +28,7 @@ from ..log import get_logger
 
 _log = get_logger(__name__)
 _Batch = TypeVar("_Batch")
-_GPU_SAMPLE = 10  # of so many steps, one is measured: measuring waits for the GPU
+_GPU_SAMPLE = 10  # one step in so many is measured, because a measurement waits for the GPU
 
 
 class RankTimes(NamedTuple):
@@ -36,21 +36,21 @@ class RankTimes(NamedTuple):
 
     rank: int
     host: str
-    data: float  # until the next batch is there
+    data: float  # seconds until the next batch arrives
     computation: float
-    waiting: float  # for other ranks
+    waiting: float  # seconds of waiting for other ranks
 
     @property
     def work(self) -> float:
-        """Return the time for which the other ranks wait if it is longer than theirs."""
+        """Return the seconds in which this rank works; the others wait if it takes longest."""
         return self.data + self.computation
 
 
 class StepTimer:
     """Measures the steps of this rank, and compares all ranks after every `every` steps.
 
-    The rank that spends the shortest time in exchange() waits for nobody; what the others spend
-    there beyond that is waiting.
+    The rank with the shortest time in exchange() waits for nobody. The other ranks' additional time
+    there counts as waiting.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class StepTimer:
     ) -> None:
         """Prepare the measurement; all ranks have to call this.
 
-        every: steps between two comparisons, the same on all ranks. share: rank 0 names a host
-        that works this much longer than the median of the others. file: rank 0 appends every
-        comparison to this CSV file.
+        every: steps between two comparisons, equal on all ranks. share: rank 0 names a host that
+        works this much longer than the median of the other hosts. file: CSV file to which rank 0
+        appends every comparison.
         """
         if every < 1 or share <= 0:
             raise ValueError(f"every is {every}, share {share}; expected 1 or more, and above 0")
         self._dist, self._every, self._share, self._file = dist, every, share, file
         self._sample = min(every, _GPU_SAMPLE) if dist.device.type != "cpu" else 1
         self._step = 0
-        self._sums = [0.0, 0.0, 0.0]  # seconds of the measured steps: step, data, exchange
-        self._measured = 0  # steps
+        self._sums = [0.0, 0.0, 0.0]  # seconds in measured steps: step, data, exchange
+        self._measured = 0  # number of measured steps
         self._hosts: list[str] = [""] * dist.world_size
         if dist.world_size > 1:
             self._hosts = gather_json(socket.gethostname())
@@ -109,7 +109,7 @@ class StepTimer:
         return time.perf_counter()
 
     def _compare(self) -> None:
-        """Gather three numbers of each rank; print and record on rank 0."""
+        """Gather three numbers from each rank; print and record them on rank 0."""
         sums = torch.tensor(self._sums, dtype=torch.float64, device=self._dist.device)
         sums /= self._measured
         self._sums, self._measured = [0.0, 0.0, 0.0], 0
@@ -128,7 +128,7 @@ class StepTimer:
 
 
 def split(measured: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[RankTimes]:
-    """Return the times of all ranks. measured: seconds of step, data and exchange of each rank."""
+    """Return the times of all ranks. measured: each rank's seconds of step, data and exchange."""
     shortest = min(exchange for _, _, exchange in measured)
     return [
         RankTimes(rank, hosts[rank], data, step - data - (exchange - shortest), exchange - shortest)
@@ -139,10 +139,10 @@ def split(measured: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[Ran
 def describe_slowest(times: Sequence[RankTimes], share: float) -> str:
     """Return which host is slower than the median of the others by `share`; "" if none is.
 
-    On a single host, ranks are compared.
+    On a single host, compares its ranks.
     """
     several_hosts = len({rank_times.host for rank_times in times}) > 1
-    slowest: dict[str | int, RankTimes] = {}  # of each host
+    slowest: dict[str | int, RankTimes] = {}  # host (or rank) -> its slowest rank
     for rank_times in times:
         place = rank_times.host if several_hosts else rank_times.rank
         slowest[place] = max(
@@ -163,7 +163,7 @@ def describe_slowest(times: Sequence[RankTimes], share: float) -> str:
 
 
 def append(file: str, step: int, times: Sequence[RankTimes]) -> None:
-    """Append a comparison to a CSV file; the columns are those of RankTimes, after the step."""
+    """Append a comparison to a CSV file, whose columns are the step and the fields of RankTimes."""
     with open(file, "a", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         if stream.tell() == 0:

@@ -40,11 +40,11 @@ def read_collectives(
     TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before 2.9) is 0. Sends and receives of gloo
     are in no recorder.
 
-    locations: find out where they were called. Only for a job that ends: see _without_inductor().
+    locations: include where they were called. Only for a job that ends: see _without_inductor().
     """
     traces = _read_recorders(locations)
     frames = sys._current_frames()
-    members: dict[str, tuple[str, list[int]]] = {}  # of each group: what it is called, its ranks
+    members: dict[str, tuple[str, list[int]]] = {}  # group name -> (label, ranks)
     groups = {}
     with contextlib.suppress(AttributeError, KeyError, RuntimeError):
         for process_group in list(c10d._world.pg_map):
@@ -59,7 +59,7 @@ def read_collectives(
             itertools.chain(*recorded), key=lambda entry: int(entry["time_created_ns"])
         )
         calls = [_collective(entry, members, frames) for entry in entries]
-        is_complete = not any(  # none overwritten
+        is_complete = not any(  # no record was overwritten
             trace_entries and trace_entries[0]["record_id"] for trace_entries in recorded
         )
     except (KeyError, IndexError, TypeError, ValueError):  # another version of the format
@@ -81,11 +81,10 @@ def read_collectives(
 
 
 def _read_recorders(locations: bool) -> list[dict[str, Any]]:
-    """Return what torch's flight recorders hold: that of gloo, NCCL's, and those of other backends.
+    """Return the contents of torch's flight recorders: gloo's, NCCL's, and other backends'.
 
-    The latter, above all of nccl2, which torch 2.15 uses for "nccl", are called by the name of the
-    backend, where it has one; an earlier torch has none, and refuses the name. Private API: torch
-    offers the recorders to Python only there.
+    Other backends are addressed by name. The most important is nccl2, which torch 2.15 uses for
+    "nccl". An earlier torch refuses the name. Private API: torch has no public one for Python.
     """
     names: set[str] = set()
     for group in list(c10d._world.pg_map):
@@ -104,7 +103,7 @@ def _read_recorders(locations: bool) -> list[dict[str, Any]]:
 
 
 def _label(group: dist.ProcessGroup, ranks: str) -> str:
-    """Return "" for the group of all ranks, else what distinguishes a group from all others.
+    """Return "" for the group of all ranks, else a label that no other group has.
 
     The subgroups of a mesh have the same name.
     """
@@ -116,9 +115,9 @@ def _label(group: dist.ProcessGroup, ranks: str) -> str:
 
 
 def _blocks(thread: int, frames: dict[int, FrameType]) -> bool:
-    """Whether a thread that has started a collective waits for it, as far as that can be seen.
+    """Whether a thread that has started a collective waits for it, as far as frames show that.
 
-    It waits in a function of torch, or in the wait() of what an asynchronous collective returned.
+    It waits in a function of torch, or in wait() of the Work of an asynchronous collective.
     With a GPU, any line may wait for the collectives before it.
     """
     frame = frames.get(thread)  # None: a thread of autograd, which has no frames
@@ -128,7 +127,7 @@ def _blocks(thread: int, frames: dict[int, FrameType]) -> bool:
 
 
 def _calls_wait(frame: FrameType) -> bool:
-    """Whether a frame is in a wait() that is no Python function: that would have its own frame."""
+    """Whether a frame calls a wait() that is not a Python function; that would have a frame."""
     lines = dis.findlinestarts(frame.f_code)
     start = min((offset for offset, line in lines if line == frame.f_lineno), default=0)
     return any(
@@ -139,9 +138,9 @@ def _calls_wait(frame: FrameType) -> bool:
 
 
 def _device_of_rank() -> contextlib.AbstractContextManager[object]:
-    """Use this rank's GPU in this thread: torch asks it which collectives have ended.
+    """Make this rank's GPU current in this thread: torch queries it for ended collectives.
 
-    In a new thread that would be GPU 0, where each rank would take some hundred megabytes:
+    In a new thread GPU 0 is current, and each rank would take hundreds of megabytes there:
     https://github.com/meta-pytorch/torchcomms/pull/777
     """
     device: torch.device | None = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
@@ -170,7 +169,7 @@ def _without_inductor() -> Iterator[None]:
 
 
 def show_collectives() -> str:
-    """Return a text with the last collectives of this rank."""
+    """Return the last collectives of this rank, one on each line."""
     lines = [
         f"{call['number']:>8} {call['operation']} of {call['sizes']}, "
         f"group {call['group'] or '0'}, "
@@ -194,10 +193,10 @@ def _collective(
     name = str(entry["process_group"][0])
     group, ranks = members.get(name, (name, []))
     thread = int(entry.get("thread_id") or 0)
-    caller = thread if thread in frames else threading.main_thread().ident or 0  # as of a Group
-    pending = not entry.get("retired", False)  # the state of gloo's stays "scheduled"
+    caller = thread if thread in frames else threading.main_thread().ident or 0  # as in a Group
+    pending = not entry.get("retired", False)  # gloo's own "state" stays "scheduled"
     operation = str(entry["profiling_name"]).partition(":")[2]
-    peer = re.fullmatch(r"(?:send \d+->|recv \d+<-)(\d+)", operation)  # of NCCL
+    peer = re.fullmatch(r"(?:send \d+->|recv \d+<-)(\d+)", operation)  # NCCL: "send 0->1"
     return {
         "group": group,
         # Collectives and transfers between two ranks are counted separately.

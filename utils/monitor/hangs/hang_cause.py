@@ -14,8 +14,8 @@ from ...ranges import name_ranks, parse_ranges
 from .positions import Collective, Group, Position, Wait
 
 _SHOWN_RANKS = 8
-# Sizes that have to be equal on all ranks. Those of a gather or an all-to-all may differ.
 _WITH_ROOT = ("broadcast", "reduce", "gather", "scatter")
+# A gather or an all-to-all is missing: its sizes may differ between ranks.
 _EQUAL_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce")
 
 
@@ -25,7 +25,7 @@ def unreported(positions: Mapping[int, Position], running: Iterable[int]) -> lis
 
 
 def waits(positions: Mapping[int, Position], running: Iterable[int]) -> dict[int, list[Wait]]:
-    """Return what each rank waits in. Ranks without a position may be what it waits for."""
+    """Return what each rank waits in. It may wait for any rank without a position."""
     running = set(running)
     silent = running - positions.keys()
     newest: dict[str, dict[int, Group]] = {}
@@ -65,7 +65,7 @@ def may_be_awaited(rank: int, positions: Mapping[int, Position], running: Iterab
 
 
 def _assumed_calls(position: Position) -> list[Collective]:
-    """Return the newest collective of each group of a rank whose torch does not record them."""
+    """Return the newest collective of each group, for a rank whose torch records none."""
     return [
         Collective(group=name, number=group.entered, operation="", sizes="", between_two=False,
                    peer=None, location="", thread=group.thread, pending=True, blocks=True)
@@ -103,8 +103,8 @@ def describe(
 ) -> str:
     """Return the cause of a collective's time-out, as far as the positions show it.
 
-    hosts: the host of each rank. running: the ranks that have not left. silent: what is known of
-    ranks that do not respond.
+    hosts: the host of each rank. running: the ranks that have not left. silent: the known state
+    of each rank that does not respond.
     """
     silent = silent or {}
     causes = [mismatch] if (mismatch := describe_mismatch(positions, hosts)) else []
@@ -165,7 +165,7 @@ def _describe_late(
 
 
 def describe_workers(position: Position) -> str:
-    """Return the DataLoader workers that a rank waits for, to follow its line; "" for none."""
+    """Return the DataLoader workers a rank waits for, as an addition to its line; "" for none."""
     if not position.workers:
         return ""
     known = [line for line in position.workers if line]
@@ -229,7 +229,7 @@ def describe_mismatch(
 ) -> str:
     """Return which ranks entered a different collective than the majority; "" where none did.
 
-    all_sizes: those of a gather, which may differ, are compared, too: a rank was aborted.
+    all_sizes: compare also the sizes of a gather, which may differ. For a rank that was aborted.
     """
     by_rank, odd = _mismatch(positions, all_sizes)
     if not odd:
@@ -258,9 +258,9 @@ def mismatched(positions: Mapping[int, Position], *, all_sizes: bool = False) ->
 def _mismatch(
     positions: Mapping[int, Position], all_sizes: bool = False
 ) -> tuple[dict[int, Collective], list[int]]:
-    """Return the first collective in which the ranks differ, and those that differ from most.
+    """Return the first collective in which the ranks differ, and the ranks in the minority.
 
-    These are all ranks where no call is that of most, and none where the ranks do not differ.
+    Without a majority these are all ranks; if no ranks differ there are none.
     """
     calls: dict[tuple[str, int], dict[int, Collective]] = {}
     for rank, position in sorted(positions.items()):
@@ -286,7 +286,7 @@ def at_fault(positions: Mapping[int, Position], running: list[int]) -> set[int]:
 
 
 def summary(positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
-    """Return a line for each group of ranks that are at the same place."""
+    """Return one line for each group of ranks at the same place."""
     places: dict[tuple[str, str], list[int]] = {}
     for rank, position in sorted(positions.items()):
         pending = next((call for call in reversed(position.last) if call["blocks"]), None)
@@ -321,12 +321,12 @@ def _awaited_in(wait: Wait) -> str:
 
 
 def _name(call: Collective) -> str:
-    sizes = f" of {call['sizes']}" if call["sizes"] not in ("", "[]") else ""  # []: a barrier
+    sizes = f" of {call['sizes']}" if call["sizes"] not in ("", "[]") else ""  # "[]": a barrier
     return f"{call['operation'] or _number(call)}{sizes}"
 
 
 def _show(call: Collective, position: Position) -> str:
-    """Return what a collective is, and where it was called: where it waits, if not recorded."""
+    """Return a collective and where it was called; if not recorded, where the rank waits."""
     return f"{_name(call)} at {call['location'] or position.location}"
 
 
@@ -337,7 +337,7 @@ def _last_collective(positions: Mapping[int, Position]) -> int:
 def describe_idle(
     positions: Mapping[int, Position], hosts: Mapping[int, str], departed: Mapping[int, str]
 ) -> str:
-    """Return where ranks are that are all idle. departed: ranks that have left, and why."""
+    """Return where the ranks are when all are idle. departed: ranks that have left, and why."""
     shown = sorted(positions.items())[:_SHOWN_RANKS]
     places = {rank: f"{place.location}{describe_workers(place)}" for rank, place in shown}
     if departed or len(positions) == 1:

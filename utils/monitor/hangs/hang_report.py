@@ -1,7 +1,7 @@
-"""Begin to watch for hangs, and write the file of one rank about one: stacks and last collectives.
+"""Start the watch for hangs; write one rank's report of a hang: stacks and last collectives.
 
-Loaded a little after the start, since it imports much, but before a hang: the file system may be
-what hangs.
+Loaded a little after the start, since it imports much. It cannot wait for a hang: the file system
+may be what hangs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _KIT = os.path.join(Path(__file__).absolute().parents[2], "")
 def write_hang_report(rank: int, folder: str, cause: str) -> None:
     """Write the Python stacks of all threads and the last collectives of this rank to a file.
 
-    folder: "" for no file. Where it is not writable, stderr gets all. torchrun's agent gets the
-    cause in any case.
+    folder: "" to write no file. If it is not writable, the report goes to stderr. torchrun's agent
+    gets the cause in any case.
     """
     name = f"rank{rank}-{socket.gethostname()}.txt"
     if folder:
         try:
             os.makedirs(folder, exist_ok=True)
-            # "x" follows no link that another user has put there: the folder's name is foreseen.
+            # Others can predict the folder's name: "x" follows no link that they have put there.
             with open(os.path.join(folder, name), "x", encoding="utf-8") as file:
                 _write_stacks(file, cause)
         except OSError as error:
@@ -48,7 +48,7 @@ def write_hang_report(rank: int, folder: str, cause: str) -> None:
 
 
 def _write_stacks(file: TextIO, cause: str) -> None:
-    """Write the stacks, those of the script before those of the kit's own threads."""
+    """Write the script's stacks first, then the kit's own threads."""
     file.write(f"{cause}\n\nStacks, innermost frame last:\n")
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main = threading.main_thread()
@@ -81,10 +81,10 @@ def make_watch(
     before_torch: bool = False,
     ends_itself: bool = False,
 ) -> HangWatch:
-    """Return what decides whether the ranks hang.
+    """Return the watch that decides whether the ranks hang.
 
-    seconds: without progress, until a hang. before_torch: they are torch's own time limit, and
-    the ranks end before it. ends_itself: see HangWatch.
+    seconds: limit without progress. before_torch: `seconds` is torch's own time limit, and the
+    ranks end shortly before it. ends_itself: see HangWatch.
     """
     has_recorder = collectives.has_recorder()
     if not has_recorder and not before_torch and rank == 0:
@@ -97,7 +97,7 @@ def make_watch(
     return HangWatch(
         time_before(seconds) if before_torch else seconds,
         world_size,
-        recorded=has_recorder and backend == "gloo",  # a rank that waits uses no CPU
+        recorded=has_recorder and backend == "gloo",  # gloo's waiting ranks use no CPU
         before_torch=before_torch,
         ends_itself=ends_itself,
         notice_after=notice_after(),

@@ -1,9 +1,9 @@
 """Decide whether the ranks hang, from their heartbeats and positions. No torch, no input or output.
 
-A hang is a time without progress in which ranks wait in a collective, or in which all ranks are
-idle. A pause in which all ranks compute, read or write is none. If the rank that the others wait
-for does so, it is busy, and the job has BUSY_FACTOR times the limit. It has as much where all ranks
-poll: their main threads wake up again and again, at the same few lines, and hardly work.
+A hang is a time without progress in which ranks wait in a collective, or all ranks are idle. A
+pause in which all ranks compute, read or write is no hang. If the rank that the others wait for
+does so, it is busy, and the limit is BUSY_FACTOR times as long. The same limit applies if all ranks
+poll: their main threads wake up again and again at the same few lines, and hardly work.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .hang_cause import (
 from .positions import Position, ProcessState, Wait
 
 BUSY_FACTOR = 3
-BUSY_CPU = 0.2  # of a core
-_BUSY_MEGABYTES = 1.0  # per second
+BUSY_CPU = 0.2  # cores: above this, a rank is busy
+_BUSY_MEGABYTES = 1.0  # megabytes per second: above this, a rank is busy
 _IDLE_CPU = 0.01  # seconds of CPU per second
 _INSPECTION_CPU = 0.05  # seconds of CPU for an inspection and the heartbeats
-_IDLE_MEGABYTES = 1.0  # read and written between two inspections
-_IDLE_WAKEUPS = 2.0  # of the main thread per second
-_POLLING = 0.1  # of a core, and megabytes per second, of a rank that looks for something
-# Within the limit: what a stopped process does not read must not fill its kernel's buffer, which
-# holds a thousand and more.
+_IDLE_MEGABYTES = 1.0  # megabytes read and written between two inspections
+_IDLE_WAKEUPS = 2.0  # wake-ups of the main thread per second
+_POLLING = 0.1  # cores, and megabytes per second: below this, a rank may be polling
+# Heartbeats within the limit. A stopped process does not read them: they must fit into its kernel's
+# receive buffer, which holds more than a thousand.
 _MOST_HEARTBEATS = 300
 _STOPPED_OR_BUSY = "stopped, or busy in native code"
-_LEAD_SECONDS, _LEAD_SHARE = 30.0, 0.1  # before torch's own time limit
-_RANKS_PER_SECOND = 500  # heartbeats that rank 0 receives
+_LEAD_SECONDS, _LEAD_SHARE = 30.0, 0.1  # the watch acts this long before torch's own time limit
+_RANKS_PER_SECOND = 500  # heartbeats that rank 0 can handle in a second
 
 
 def time_before(timeout: float) -> float:
@@ -46,18 +46,18 @@ def time_before(timeout: float) -> float:
 
 
 class Heartbeat(NamedTuple):
-    """What a rank sends regularly."""
+    """The regular message of a rank."""
 
-    progress: int  # any number that grows with the rank's progress
-    entered: int  # collectives of the default group
-    location: str  # of its main thread
+    progress: int  # a number that grows with the rank's progress
+    entered: int  # collectives of the default group entered so far
+    location: str  # where the main thread is
 
 
 class HangWatch:
-    """The heartbeats of the ranks, and what they mean.
+    """Collects the heartbeats of the ranks, and decides what they mean.
 
-    Positions are requested twice, half the limit and the whole limit after the last progress:
-    what has changed between the two shows which rank works.
+    Positions are requested twice: when half the limit has passed without progress, and when all
+    of it has. The changes between the two show which rank works.
     """
 
     def __init__(
@@ -73,11 +73,12 @@ class HangWatch:
     ) -> None:
         """Start to watch.
 
-        limit_seconds: without progress. recorded: positions show each collective that a rank waits
-        in. Ranks that have entered fewer then need not be late: gloo counts sends and receives.
-        before_torch: limit_seconds is time_before(): only what torch would end soon is a hang.
-        ends_itself: a rank that holds the GIL for too long ends: no launcher need do that.
-        notice_after: seconds without progress until a line says where ranks wait; 0: never.
+        limit_seconds: time without progress. recorded: positions show each collective that a rank
+        waits in; a rank that has entered fewer need not be late, because gloo counts sends and
+        receives. before_torch: limit_seconds is time_before(); only a wait that torch would end
+        soon is a hang. ends_itself: a rank that holds the GIL for too long ends without the help of
+        a launcher. notice_after: seconds without progress until a line says where ranks wait; 0:
+        never.
         """
         self._recorded, self.before_torch = recorded, before_torch
         self.ends_itself = ends_itself
@@ -92,13 +93,13 @@ class HangWatch:
         self._first: dict[int, Position] = {}  # positions at the first inspection
         self._first_states: dict[int, ProcessState] = {}
         self._first_time = 0.0
-        self._worked_at = self._last_progress  # when a rank was seen to work, or to wait
-        self._busy: dict[int, str] = {}  # ranks and what they work with
-        self._silent: dict[int, tuple[str, bool]] = {}  # state of these ranks; whether busy
+        self._worked_at = self._last_progress  # when a rank was last seen to work, or to wait
+        self._busy: dict[int, str] = {}  # rank -> "busy (98 % of a core)"
+        self._silent: dict[int, tuple[str, bool]] = {}  # rank -> state, whether busy
         self._notice_after = notice_after
-        self._pauses_told = 0  # lines about this pause so far
+        self._pauses_told = 0  # number of lines printed about this pause
         self._noticed = False
-        self.notice = ""  # that a rank is busy: to be printed once
+        self.notice = ""  # says that a rank is busy; to be printed once
         self.reachable: set[int] = set()  # ranks whose hosts acknowledge what is sent to them
 
     def receive(self, rank: int, heartbeat: Heartbeat) -> None:
@@ -122,14 +123,14 @@ class HangWatch:
         return stalled >= self.limit and since_first >= self.limit / 2
 
     def pause_is_due(self) -> bool:
-        """Whether the positions should be requested for a line about a pause, not for its end."""
+        """Whether to request the positions for a line about a pause, not to end the job."""
         times = (self._notice_after, 5 * self._notice_after)
         told = self._pauses_told
         is_on = self._notice_after > 0 and told < len(times)
         return is_on and self.seconds_without_progress() >= times[told]
 
     def describe_pause(self, positions: Mapping[int, Position], hosts: Mapping[int, str]) -> str:
-        """Return a line about ranks that wait for others; "" where none waits. Once for a pause."""
+        """Return a line about ranks that wait for others; "" if none waits."""
         self._pauses_told += 1
         running = sorted(hosts)
         if not waits(positions, running):
@@ -145,7 +146,7 @@ class HangWatch:
         return self._clock() - received > max(self.limit / 2, 2 * self.interval)
 
     def has_missed_beats(self, rank: int) -> bool:
-        """Whether a rank that can run its thread would have sent a heartbeat by now."""
+        """Whether a rank is overdue: if its thread could run, a heartbeat would have arrived."""
         received = self._received.get(rank, self._clock())
         return self._clock() - received > 2 * self.interval
 
@@ -158,7 +159,7 @@ class HangWatch:
     ) -> str:
         """Return the cause of a hang; "" where there is none, or none yet.
 
-        positions: of the ranks that have responded. hosts: of all ranks, "node17 (pid 4711)".
+        positions: where each rank is that has responded. hosts: "node17 (pid 4711)" for all ranks.
         departed: ranks that have left, and why. states: of ranks that do not respond.
         """
         first, elapsed = self._first, self._clock() - self._first_time
@@ -190,11 +191,11 @@ class HangWatch:
             return ""
         awaited = set(late(positions, running))
         others = [wait.awaited for its_waits in waiting.values() for wait in its_waits]
-        if self._recorded:  # waiting takes no CPU then
+        if self._recorded:  # then waiting uses no CPU: any use of it is work
             awaited |= positions.keys() & {rank for ranks in others for rank in ranks}
-        if not all(others):  # unknown for whom
+        if not all(others):  # torch does not say which ranks they wait for
             awaited |= positions.keys() - waiting.keys()
-        if awaited & positions.keys() - first.keys():  # what these have done since is unknown
+        if awaited & positions.keys() - first.keys():  # no earlier position to compare with
             return ""
         busy = {
             rank: use
@@ -211,7 +212,7 @@ class HangWatch:
             rank: text
             for rank in missing
             for text, is_busy in [self._silent.get(rank, (_STOPPED_OR_BUSY, True))]
-            # A host of which no rank responds is down, or has but one.
+            # If no rank of a host responds, the host is down, unless it has only this one rank.
             if is_busy and (rank in states or names.count(_name(hosts[rank])) == 1)
         }
         is_waited_for = native.keys() == set(missing) and not describe_mismatch(positions, hosts)
@@ -228,7 +229,7 @@ class HangWatch:
         hosts: Mapping[int, str],
         departed: Mapping[int, str],
     ) -> str:
-        """Return the cause of the hang that find_cause() has found, from these positions."""
+        """Return the cause of the hang that find_cause() found, as these positions show it."""
         running = [rank for rank in sorted(hosts) if rank not in departed]
         missing = unreported(positions, running)
         if self._none_waits(positions, running):
@@ -245,7 +246,7 @@ class HangWatch:
         return cause + "".join(f". Rank {rank} is {use}" for rank, use in self._busy.items())
 
     def _all_poll(self, positions: Mapping[int, Position]) -> bool:
-        """Whether all ranks have been at the same few lines for long, and have hardly worked."""
+        """Whether all ranks have been at the same few lines for long, and hardly worked."""
         longest = BUSY_FACTOR * self.limit
         shortest = min(position.stay.seconds for position in positions.values())
         return min(self._clock() - self._worked_at, shortest) >= longest
@@ -267,7 +268,7 @@ class HangWatch:
             return False
         if self._recorded or any(position.last for position in positions.values()):
             return True
-        # Whether a rank that does not respond had entered fewer collectives than another.
+        # Compare with the silent ranks' last heartbeats: has one entered fewer collectives?
         beats = [
             self._heartbeats[r] for r in unreported(positions, running) if r in self._heartbeats
         ]
@@ -297,7 +298,7 @@ class HangWatch:
         )
 
     def restart(self) -> None:
-        """Begin the limit again: there is progress, or this process did not run for a while."""
+        """Start the limit again, after progress or after this process was suspended."""
         self._last_progress = self._worked_at = self._clock()
         self._first = {}
         self._noticed = False
@@ -329,14 +330,14 @@ def _entered(position: Position) -> tuple[object, ...]:
 
 def _is_idle(before: Position, now: Position, seconds: float) -> bool:
     cpu, megabytes = _difference(before, now)
-    # The numbers shrink when a child process ends, which is work, too.
+    # Both numbers fall when a child process ends. That is work, too.
     quiet = abs(cpu) < _INSPECTION_CPU + _IDLE_CPU * seconds and abs(megabytes) < _IDLE_MEGABYTES
-    wakeups = now.work.wakeups - before.work.wakeups  # a rank that looks for something has more
+    wakeups = now.work.wakeups - before.work.wakeups  # polling wakes up more often
     return quiet and not now.work.waits_for_disk and wakeups <= 2 + _IDLE_WAKEUPS * seconds
 
 
 def _is_quiet(before: Position, now: Position, seconds: float) -> bool:
-    """Whether a rank has worked as little as one that looks for something again and again."""
+    """Whether a rank has done as little work as one that polls."""
     cpu, megabytes = map(abs, _difference(before, now))
     quiet = cpu < _INSPECTION_CPU + _POLLING * seconds
     return (
@@ -345,7 +346,7 @@ def _is_quiet(before: Position, now: Position, seconds: float) -> bool:
 
 
 def _use(before: Position, now: Position, seconds: float) -> str:
-    """Return what a rank has worked with between two inspections; "" where it was not busy."""
+    """Return "busy (98 % of a core)" if a rank worked between two inspections, else ""."""
     cpu, megabytes = _difference(before, now)
     uses = (
         (cpu > BUSY_CPU * seconds, f"{100 * cpu / seconds:.0f} % of a core"),
@@ -358,7 +359,7 @@ def _use(before: Position, now: Position, seconds: float) -> str:
 def _use_of_silent(
     before: ProcessState | None, now: ProcessState, seconds: float
 ) -> tuple[str, bool]:
-    """Return what a process that does not respond does, and whether it is busy."""
+    """Return the activity of a process that does not respond, and whether it is busy."""
     if now.why_stopped:
         return now.why_stopped, False
     cores = (now.cpu_seconds - before.cpu_seconds) / seconds if before else 0.0

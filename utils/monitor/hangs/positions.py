@@ -17,15 +17,15 @@ class Collective(TypedDict):
     """One collective or transfer that a rank has entered."""
 
     group: str  # "" for all ranks, else its name and ranks: "1 (ranks 0-2)"
-    number: int  # within the group, and equal on its ranks
+    number: int  # position in the group's sequence, equal on all its ranks
     operation: str  # "all_reduce"
-    sizes: str  # of its inputs: "[[4]]"
-    between_two: bool  # a send or a receive
-    peer: int | None  # of a transfer: the other rank, None where unknown
+    sizes: str  # input sizes: "[[4]]"
+    between_two: bool  # True for a send or a receive
+    peer: int | None  # the other rank of a transfer; None where unknown
     location: str
-    thread: int  # that entered it
-    pending: bool  # it has not ended
-    blocks: bool  # and its thread waits for that
+    thread: int  # threading's ident of the thread that entered it
+    pending: bool  # True until the collective has ended
+    blocks: bool  # True while the thread waits for the end
 
 
 class Group(NamedTuple):
@@ -33,44 +33,44 @@ class Group(NamedTuple):
 
     ranks: str  # "0-3"
     entered: int | None  # the number of its newest collective; None where unknown
-    location: str = ""  # now, of the thread that entered it
+    location: str = ""  # where the thread that entered it is now
     thread: int = 0
-    timeout: float | None = None  # seconds, of its collectives; None where unknown
+    timeout: float | None = None  # limit of its collectives in seconds; None where unknown
 
 
 class Work(NamedTuple):
-    """What a rank and its child processes have used since they were started."""
+    """Resources used by a rank and its child processes since their start."""
 
     cpu_seconds: float = 0.0
-    megabytes: float = 0.0  # read and written
-    waits_for_disk: bool = False  # now
-    wakeups: int = 0  # of the rank's main thread
+    megabytes: float = 0.0  # megabytes read and written
+    waits_for_disk: bool = False  # whether it waits for a disk now
+    wakeups: int = 0  # how often the main thread was woken up
 
 
 class ProcessState(NamedTuple):
     """The state of a rank that does not respond, as another rank of its host sees it."""
 
     why_stopped: str  # "stopped by a signal (SIGSTOP or SIGTSTP)"; "" where it runs
-    cpu_seconds: float  # of its main thread
+    cpu_seconds: float  # CPU time of the main thread
 
 
 class Stay(NamedTuple):
     """How long a main thread has been at the same few lines."""
 
     seconds: float = 0.0
-    location: str = ""  # where it was most often
+    location: str = ""  # its most frequent line
 
 
 class Position(NamedTuple):
     """How far a rank has progressed."""
 
-    collectives: int  # that it has entered
-    location: str  # of its main thread: "/home/me/train.py, line 40, in main"
+    collectives: int  # number of collectives entered
+    location: str  # line of the main thread: "/home/me/train.py, line 40, in main"
     last: tuple[Collective, ...] = ()  # the last collectives, oldest first; empty if unknown
     work: Work = Work()
-    groups: Mapping[str, Group] = {}  # by their names in Collective
-    # Lines of the DataLoader workers that the main thread waits for, "" for unknown ones; empty
-    # where it waits for none.
+    groups: Mapping[str, Group] = {}  # group name in Collective -> group
+    # Lines of the DataLoader workers that the main thread waits for, "" if a line is unknown; empty
+    # if it waits for no worker.
     workers: tuple[str, ...] = ()
     stay: Stay = Stay()
 
@@ -83,13 +83,13 @@ class Wait(NamedTuple):
 
 
 def main_thread_location() -> str:
-    """Return the innermost frame of the main thread that is in user code."""
+    """Return the innermost frame of the main thread in user code."""
     main = threading.main_thread().ident or 0
     return thread_location(sys._current_frames().get(main)) or "an unknown location"
 
 
 def thread_location(frame: FrameType | None) -> str:
-    """Return the first frame from a thread's innermost on that is in user code; "" without one."""
+    """Return a thread's innermost frame in user code; "" if there is none."""
     # faulthandler shows the same frames, but only as text in a file.
     frames = []
     while frame is not None:
@@ -99,7 +99,7 @@ def thread_location(frame: FrameType | None) -> str:
 
 
 def user_frame(frames: Iterable[tuple[str, int, str]]) -> str:
-    """Return the first frame that is in no library; the very first if all are; "" without frames.
+    """Return the first frame in no library, else the very first frame; "" without frames.
 
     frames: file, line and function, innermost first.
     """
@@ -110,8 +110,8 @@ def user_frame(frames: Iterable[tuple[str, int, str]]) -> str:
 
 
 def is_in_user_code(file: str) -> bool:
-    """Whether a file of a frame is in no library, neither of Python nor of torch or the kit."""
-    # torch may be in the site-packages of a module of the cluster, not of this Python.
+    """Whether a file belongs to no library: not to Python, torch or the kit."""
+    # torch may come from a cluster module's site-packages instead of this Python's.
     is_installed = "/site-packages/" in file or "/dist-packages/" in file
     return not is_installed and not file.startswith(_libraries())
 
@@ -123,19 +123,19 @@ def _libraries() -> tuple[str, ...]:
     return (*folders, os.path.join(kit, ""), "<")
 
 
-_MOST_PLACES = 6  # of a loop that polls: it sleeps in one, and looks in the others
+_MOST_PLACES = 6  # a polling loop sleeps at one place, and tests its condition at a few others
 
 
 class StayWatch:
     """The places of a thread in its last samples, at most six different ones.
 
-    A place is a line of the script, with the function that runs there: an import or a training step
-    has many, also where it stays at one line of the script.
+    A place is a line of the script, with the innermost function that runs there. An import or a
+    training step has many places, even if the script stays at one line.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # place -> last seen, how often
-        self._since = 0.0  # the places seen are all since then
+        self._since = 0.0  # monotonic seconds: since then, all samples were at these places
 
     def add(self, now: float, location: str, running: str) -> None:
         """Take a sample. location: thread_location(). running: the innermost function."""
@@ -145,10 +145,10 @@ class StayWatch:
         _, count = self._seen.pop(place, (now, 0))
         self._seen[place] = now, count + 1
         if len(self._seen) > _MOST_PLACES:
-            self._since, _ = self._seen.pop(next(iter(self._seen)))  # the one seen least recently
+            self._since, _ = self._seen.pop(next(iter(self._seen)))  # evict the oldest place
 
     def stay(self, now: float) -> Stay:
-        """Return for how long the thread has been there, and where it was most often."""
+        """Return how long the thread has been at these places, and its most frequent line."""
         counts: dict[str, int] = {}
         for (location, _), (_, count) in self._seen.items():
             counts[location] = counts.get(location, 0) + count
@@ -158,6 +158,6 @@ class StayWatch:
 
 
 def sample(frame: FrameType | None) -> tuple[str, str]:
-    """Return where a thread is in the script, and the innermost function that it runs."""
+    """Return a thread's line in the script, and the innermost function that it runs."""
     running = f"{frame.f_code.co_filename}:{frame.f_code.co_name}" if frame else ""
     return thread_location(frame), running

@@ -1,4 +1,4 @@
-"""Where the DataLoader workers are that a rank waits for: ask them for their stacks. No torch."""
+"""Find where DataLoader workers are while a rank waits for them, from their stacks. No torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _START_OF_WORKER = os.path.join("multiprocessing", "process.py"), "_bootstrap"
 _QUEUE = os.path.join("multiprocessing", "queues.py"), "get"
-_WAIT_SECONDS = 1.0  # for the stacks of all workers
+_WAIT_SECONDS = 1.0  # seconds to wait for the stacks of all workers
 _SHOWN_LINES = 3
 
 Frame = tuple[str, int, str]  # file, line, function
 
-_unanswered: dict[int, int] = {}  # workers that were asked -> size of their file before
+_unanswered: dict[int, int] = {}  # pid of a worker that was asked -> size of its file before
 
 
 def worker_lines() -> tuple[str, ...]:
     """Return the lines of the workers that the main thread waits for in a DataLoader.
 
-    The most frequent first, "" for those that are not known; empty where it waits for none. A
-    worker that waits for work is left out where another one does not.
+    The most frequent line comes first; "" is an unknown line. Empty if the main thread waits for
+    no worker. A worker that waits for work is left out if another one is busy.
     """
     pids = _awaited_workers(sys._current_frames().get(threading.main_thread().ident or 0))
     if not pids:
@@ -44,7 +44,7 @@ def worker_lines() -> tuple[str, ...]:
 
 
 def _awaited_workers(frame: FrameType | None) -> list[int]:
-    """Return the processes that a thread waits for in a DataLoader. Private API: no public one."""
+    """Return the pids of the workers that a thread waits for. Private API of torch."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "_try_get_data" and code.co_filename.endswith(_LOADER):
@@ -59,7 +59,7 @@ def _read_stacks(pids: Iterable[int]) -> dict[int, list[Frame]]:
     stacks: dict[int, list[Frame]] = {pid: [] for pid in pids}
     asked = {pid: file for pid in stacks if (file := _file_of(pid))}
     for pid, (path, number) in asked.items():
-        if pid not in _unanswered:  # it may be in an uninterruptible system call: ask once
+        if pid not in _unanswered:  # ask once: it may be in an uninterruptible system call
             with contextlib.suppress(OSError):
                 _unanswered[pid] = os.stat(path).st_size
                 os.kill(pid, number)
@@ -75,20 +75,20 @@ def _read_stacks(pids: Iterable[int]) -> dict[int, list[Frame]]:
 
 
 def _file_of(pid: int) -> tuple[str, int] | None:
-    """Return the file to which a worker writes its stack, and the signal on which it does."""
+    """Return the file to which a worker writes its stack, and the signal that triggers it."""
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{name}"
-            with contextlib.suppress(OSError):  # it has just been closed
+            with contextlib.suppress(OSError):  # the file descriptor was closed meanwhile
                 if found := FILE.search(os.readlink(path)):
                     return path, int(found[1])
     return None
 
 
 def read_stack(content: bytes) -> tuple[list[Frame], bool]:
-    """Return the frames of a worker in a stack of faulthandler, and whether these are all.
+    """Return the frames of a worker in faulthandler's output, and whether they are complete.
 
-    Behind them are those of the rank when it forked the worker.
+    The frames below them belong to the rank that forked the worker.
     """
     text = content.decode(errors="replace")
     frames: list[Frame] = []
@@ -96,11 +96,11 @@ def read_stack(content: bytes) -> tuple[list[Frame], bool]:
         if _is(_START_OF_WORKER, file, function):
             return frames, True
         frames.append((file, int(line), function))
-    return frames, "\n  ...\n" in text  # it is cut after 100 frames
+    return frames, "\n  ...\n" in text  # faulthandler cuts a stack after 100 frames
 
 
 def waits_for_work(stack: list[Frame]) -> bool:
-    """Whether a worker waits for what its rank gives it to do."""
+    """Whether a worker is idle: it waits for its rank to send it work."""
     in_queue = any(_is(_QUEUE, file, function) for file, _, function in stack)
     return in_queue and not any(is_in_user_code(file) for file, _, _ in stack)
 

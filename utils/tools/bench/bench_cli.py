@@ -23,7 +23,7 @@ from .trials import TrialFailed, Trials
 
 _log = get_logger(__name__)
 _EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "03_text_lm.py"
-_SMALLEST = 1 << 10  # bytes
+_SMALLEST = 1 << 10  # bytes in the smallest message
 EPILOG = """\
 Start it with any launcher, like a training:
   torchrun --standalone --nproc-per-node 2 -m ddpkit bench collectives
@@ -41,7 +41,7 @@ all_reduce runs in place, the others out of place.
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a benchmark and return its exit status. words: the arguments; None: sys.argv."""
+    """Run a benchmark and return its exit status. words: arguments; None: sys.argv."""
     args = _parse(words)
     run: int = args.run(args)
     return run
@@ -121,7 +121,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
                 f"--pairs measures an exchange of --maxbytes between each pair of hosts and "
                 f"ignores {', '.join(ignored)}. Leave that out, or measure without --pairs"
             )
-    args.operations = list(dict.fromkeys(args.operations))  # each once
+    args.operations = list(dict.fromkeys(args.operations))  # without duplicates
     return args
 
 
@@ -154,7 +154,7 @@ def _sweep(args: argparse.Namespace, job: Distributed, ranks: Participants) -> i
     def report(result: collectives.CollectiveResult) -> None:
         results.append(result)
         _log.info(collectives.show(result))
-        if args.output and job.is_main:  # after each size: a kill loses no earlier result
+        if args.output and job.is_main:  # after each size: a kill loses no result
             rows = [collectives.as_dict(result) for result in results]
             content = {"backend": job.backend, "ranks": job.world_size, "hosts": job.num_nodes}
             text = json.dumps({**content, "results": rows}, indent=1)
@@ -201,7 +201,7 @@ def _pairs(args: argparse.Namespace, job: Distributed) -> int:
 def _measure_hosts(
     job: Distributed, size: int, iterations: int
 ) -> tuple[dict[host_pairs.Pair, float], list[str], dict[host_pairs.Pair, links.PairResult]]:
-    """Return the bandwidth of each pair of hosts, the names of the hosts, and all results."""
+    """Return the bandwidth of each pair of hosts, the hosts' names, and all results."""
     node_ranks = gather_json(job.node_rank)
     by_node = dict(zip(node_ranks, gather_json(socket.gethostname()), strict=True))
     names = [name for _, name in sorted(by_node.items())]
@@ -217,7 +217,7 @@ def _ddp(args: argparse.Namespace) -> int:
     script = args.script or [str(_EXAMPLE), "--accumulate", "1", "--batch-size", "{batch}"]
     kinds = ["weak"]
     if "{batch}" in " ".join(script) and not args.full_only:
-        kinds.append("strong")  # the global batch can be kept
+        kinds.append("strong")  # strong scaling needs a global batch that can be divided
     options = ["--launcher", args.launcher]
     if args.ntasks:
         options += ["-n", str(args.ntasks)]

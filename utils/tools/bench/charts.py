@@ -16,8 +16,8 @@ from ..cli.arguments import ArgumentParser
 from ..cli.missing_files import no_such_file
 
 _log = get_logger(__name__)
-_SMOOTHED_FROM = 50  # steps; a shorter run is drawn as it is
-_NOT_DRAWN = ("time", "step_seconds", "data_seconds")  # speed and data_share show them
+_SMOOTHED_FROM = 50  # steps; a shorter run is not smoothed
+_NOT_DRAWN = ("time", "step_seconds", "data_seconds")  # drawn as speed and data_share instead
 _WITHOUT_NOISE = ("lr", "memory_bytes")
 _COLOURS = ("#1f6fb4", "#d1495b", "#2a9d5c", "#e08e1b", "#7d5ba6", "#4b5563", "#0f9ba8", "#a0522d")
 EPILOG = f"""\
@@ -28,7 +28,7 @@ of an evaluation. A file that ends in .csv holds the step times of a StepTimer.
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Draw the logs and return an exit status. words: the arguments; None: sys.argv."""
+    """Draw the logs and return an exit status. words: arguments; None: sys.argv."""
     parser = ArgumentParser(
         prog="ddpkit plot",
         description="Draw the logs of one or more runs, or step times, as a PNG file (needs "
@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _figure(width: float, height: float) -> Any:
-    """Return an empty picture of so many inches. Raises ImportError without matplotlib."""
+    """Return an empty figure, sizes in inches. Raises ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -81,7 +81,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def draw(runs: Sequence[Run], output: Path) -> None:
-    """Draw the loss, and below it whatever other numbers the logs have.
+    """Draw the loss, and below it all other numbers in the logs.
 
     Raises ValueError if there is nothing to draw.
     """
@@ -129,7 +129,7 @@ def draw(runs: Sequence[Run], output: Path) -> None:
         axes.set_title(title, loc="left", fontsize=10)
         if not losses and number == 0:
             axes.legend(frameon=False, fontsize=9)
-        if chosen[0] not in others:  # another value may be negative
+        if chosen[0] not in others:  # other values may be negative
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     figure.savefig(output, dpi=130)
@@ -171,13 +171,13 @@ def _draw_panel(axes: Any, runs: Sequence[Run], names: Sequence[str], scale: flo
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Return the median of a window around each value: one slow step does not move it."""
+    """Return the median of a window around each value, which one slow step does not move."""
     half = max(2, len(values) // 100)
     return [statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def _add_data_share(run: Run) -> None:
-    """Add the column data_share: the wait for data as a share of the time of the step."""
+    """Add the column data_share: the wait for data as a share of the step time."""
     steps, waits = run.columns.get("data_seconds", ([], []))
     _, seconds = run.columns.get("step_seconds", ([], []))
     if not steps or not seconds:
@@ -187,9 +187,9 @@ def _add_data_share(run: Run) -> None:
 
 
 def draw_step_times(file: Path, output: Path) -> None:
-    """Draw data, computation and waiting of all ranks over the steps: a file of StepTimer.
+    """Draw data, computation and waiting of all ranks over the steps, from a file of StepTimer.
 
-    Raises ValueError if it is another file.
+    Raises ValueError for a file of another kind.
     """
     parts = ("data", "computation", "waiting")
     with open(file, newline="", encoding="utf-8") as stream:
@@ -232,7 +232,7 @@ def draw_lines(
     y: str,
     log: bool = False,
 ) -> None:
-    """Draw named lines of (x, y); warn where matplotlib is missing."""
+    """Draw named lines of (x, y); warn if matplotlib is missing."""
     try:
         figure = _figure(8, 5)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Measure collectives over a range of sizes; print them as nccl-tests does."""
+"""Measure collectives over a range of sizes; print them like nccl-tests."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ HEADER = f"""\
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure: nccl-tests' -b, -e and -n.
+    """The sizes and iterations to measure: nccl-tests' -b, -e and -n.
 
-    Each size is four times the one before, or the largest one.
+    Each size is four times the previous one; the last is the largest size.
     """
 
     smallest_bytes: int
@@ -54,8 +54,8 @@ class CollectiveResult:
     size: int
     count: int
     factor: float
-    wrong: int  # elements, over all ranks
-    rank_seconds: list[list[float]] = field(repr=False)  # of each rank, each iteration
+    wrong: int  # wrong elements over all ranks
+    rank_seconds: list[list[float]] = field(repr=False)  # [rank][iteration]
 
     @property
     def operation(self) -> str:
@@ -63,7 +63,7 @@ class CollectiveResult:
 
     @property
     def seconds(self) -> float:
-        """The time of one iteration: the mean over the iterations and the ranks."""
+        """Seconds of one iteration: the mean over iterations and ranks."""
         return statistics.fmean(statistics.fmean(times) for times in self.rank_seconds)
 
     @property
@@ -76,7 +76,7 @@ class CollectiveResult:
 
     @property
     def slowest_seconds(self) -> list[float]:
-        """The time of each iteration on the rank where it took longest."""
+        """Seconds of each iteration on its slowest rank."""
         return [max(times) for times in zip(*self.rank_seconds, strict=True)]
 
 
@@ -88,7 +88,7 @@ def measure(
     wrong = int(sum(count for (count,) in gather([operation.count_wrong()], ranks)))
     operation.input.fill_(1)
     operation.run()  # warm-up
-    barrier(ranks)  # outside of the time
+    barrier(ranks)  # before the measurement starts
     every = gather(time_iterations(operation.run, sweep.iterations, ranks.device), ranks)
     size, count, factor = operation.size, operation.count, operation.factor
     return CollectiveResult(kind, size, count, factor, wrong, every)
@@ -102,7 +102,7 @@ def measure_all(
 ) -> list[str]:
     """Measure the operations at all sizes, and report each result at once.
 
-    Returns sentences about results that are missing, where the backend refuses an operation.
+    Returns sentences about missing results, if the backend refuses an operation.
     """
     missing: list[str] = []
     for name in names:

@@ -1,6 +1,6 @@
-"""Define the collectives that are measured: buffers, call, factor of bus bandwidth, check, time.
+"""Define the measured collectives: buffers, call, factor of bus bandwidth, check, time.
 
-Sizes, factors and the meaning of in place are those of nccl-tests:
+Sizes, factors and "in place" have the same meaning as in nccl-tests:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
 Every operation is checked against values that each rank can compute alone. They are small whole
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# New names, and warnings for the old ones, from torch 2.13 on.
+# torch 2.13 and newer have other names, and warn about the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ITEM_BYTES = torch.float32.itemsize
-_PERIOD = 97  # prime: a block that arrives in the wrong place shows
+_PERIOD = 97  # a prime, so that a block in the wrong place is noticed
 
 
 @dataclass
@@ -37,16 +37,16 @@ class Participants:
 
 
 class Operation:
-    """One collective with buffers of `count` elements; a subclass for each.
+    """One collective with buffers of `count` elements; each collective is a subclass.
 
     size: bytes as nccl-tests counts them, the larger of what a rank sends and receives. input and
-    output have `count` elements, divided by the ranks where a rank sends or receives a block.
+    output have `count` elements, or that number divided by the ranks if they hold one block.
     """
 
     name = ""
     in_place = False
     sends_block = receives_block = False
-    passes = 1  # of all data through the ring
+    passes = 1  # passes of all data through the ring
 
     def __init__(self, ranks: Participants, size: int) -> None:
         self.ranks = ranks
@@ -59,7 +59,7 @@ class Operation:
         self.output = self.input
         if not self.in_place:
             self.output = self.ones(block if self.receives_block else count)
-        # Bus bandwidth / algorithm bandwidth.
+        # Bus bandwidth divided by algorithm bandwidth.
         self.factor = self.passes * (ranks.size - 1) / ranks.size
 
     def run(self) -> None:
@@ -85,7 +85,7 @@ class Operation:
         return torch.ones(count, device=self.ranks.device)
 
     def sequence(self, count: int, start: int) -> Tensor:
-        """Return whole numbers from 0 to _PERIOD - 1 in turn, beginning at `start`."""
+        """Return whole numbers from 0 to _PERIOD - 1 in turn, starting at `start`."""
         period = (torch.arange(_PERIOD, device=self.ranks.device) + start) % _PERIOD
         return period.float().repeat(-(-count // _PERIOD))[:count]
 
@@ -149,7 +149,7 @@ def exchange(
 
 
 def time_iterations(run: Callable[[], object], count: int, device: torch.device) -> list[float]:
-    """Return the seconds of each of `count` runs: by the clock, or by an accelerator's events.
+    """Return the seconds of each of `count` runs, by the clock or by an accelerator's events.
 
     Their sum is the time of the whole loop.
     """
@@ -171,14 +171,14 @@ def time_iterations(run: Callable[[], object], count: int, device: torch.device)
 
 
 def barrier(ranks: Participants) -> None:
-    """Wait for all ranks of the group, and on an accelerator until it has done its work."""
+    """Wait for all ranks of the group; on an accelerator, wait until its work is done, too."""
     tensor = torch.zeros(1, device=ranks.device)
     dist.all_reduce(tensor, group=ranks.group)
     tensor.item()
 
 
 def gather(values: Sequence[float], ranks: Participants) -> list[list[float]]:
-    """Return the values of each rank; all ranks have the same number of them."""
+    """Return the values of each rank; all ranks pass the same number of values."""
     own = torch.tensor(values, dtype=torch.float64, device=ranks.device)
     parts = [torch.empty_like(own) for _ in range(ranks.size)]
     dist.all_gather(parts, own, group=ranks.group)
@@ -186,5 +186,5 @@ def gather(values: Sequence[float], ranks: Participants) -> list[list[float]]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile by nearest rank, as nccl-tests does."""
+    """Return the percentile by nearest rank, like nccl-tests."""
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]

@@ -1,6 +1,6 @@
 """Pair the hosts for measurements; tell a slow or broken link from a slow or broken host. No torch.
 
-The pairs are measured in rounds, as in a round-robin tournament. In one round each host has at most
+The pairs are measured in rounds, as in a round-robin tournament. In a round each host has at most
 one partner, so that no two pairs share a host's connection.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-SLOW = 0.6  # share of the usual bandwidth below which a link is slow
-Pair = tuple[int, int]  # two hosts, the lower one first
+SLOW = 0.6  # a link is slow below this share of the usual bandwidth
+Pair = tuple[int, int]  # numbers of two hosts, the lower one first
 
 
 def rounds(hosts: int) -> list[list[Pair]]:
     """Return the rounds of a round-robin tournament: each pair of hosts once (circle method)."""
-    places = list(range(hosts + hosts % 2))  # with an odd number, the partner of the last waits
+    places = list(range(hosts + hosts % 2))  # with an odd number, one host waits in each round
     found = []
     for _ in range(len(places) - 1):
         half = len(places) // 2
@@ -30,7 +30,7 @@ def attribute(
 ) -> tuple[list[int], list[tuple[int, ...]]]:
     """Return the hosts whose links are all affected, and the affected links of the other hosts.
 
-    A host with one link is never blamed: its partner may be at fault.
+    A host with a single link is never blamed, because its partner may be at fault.
     """
     bad = {tuple(pair) for pair in affected}
     links: dict[int, list[tuple[int, ...]]] = {}
@@ -42,7 +42,7 @@ def attribute(
 
 
 def usual_bandwidth(bandwidths: Mapping[Pair, float]) -> float:
-    """Return the upper quartile: a slow host, or some slow links, do not change it."""
+    """Return the upper quartile, which a slow host or some slow links do not change."""
     if len(bandwidths) < 2:
         return max(bandwidths.values(), default=0.0)
     return statistics.quantiles(bandwidths.values(), n=4, method="inclusive")[2]
@@ -51,7 +51,7 @@ def usual_bandwidth(bandwidths: Mapping[Pair, float]) -> float:
 def slow_pairs(bandwidths: Mapping[Pair, float]) -> set[Pair]:
     """Return the pairs whose bandwidth is below SLOW times the usual one.
 
-    With two hosts there is nothing to compare.
+    With two hosts there is nothing to compare with.
     """
     if len(bandwidths) < 3:
         return set()
@@ -62,7 +62,7 @@ def slow_pairs(bandwidths: Mapping[Pair, float]) -> set[Pair]:
 def find_slow(bandwidths: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
     """Return the slow hosts, and the slow links between hosts that are not slow.
 
-    A host is slow where all of its links are.
+    A host is slow if all its links are.
     """
     hosts, links = attribute(bandwidths, slow_pairs(bandwidths))
     return hosts, [(a, b) for a, b in links]

@@ -1,6 +1,6 @@
-"""Measure links: of rings, for ddpkit plan, and between each pair of hosts.
+"""Measure links: as a ring for ddpkit plan, and between each pair of hosts.
 
-A ring has 2 (n - 1) steps of one latency each, and 2 (n - 1) / n of the bytes go through its
+A ring has 2 (n - 1) steps with one latency each, and 2 (n - 1) / n of the bytes go through its
 slowest connection.
 """
 
@@ -20,21 +20,21 @@ from .collective_bench import CollectiveResult, Sweep, measure, write
 from .collective_operations import AllReduce, Participants, barrier, exchange, time_iterations
 from .host_pairs import Pair, rounds, slow_pairs
 
-_ATTEMPTS = 3  # to measure a slow pair
+_ATTEMPTS = 3  # measurements of a slow pair
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A connection as the all-reduce of a ring sees it."""
+    """A connection, as an all-reduce over a ring sees it."""
 
     bandwidth_bytes_per_second: float
-    latency_seconds: float  # of one step of the ring
+    latency_seconds: float  # seconds per step of the ring
 
 
 def fit(results: Sequence[tuple[int, float]], ranks: int) -> MeasuredLink:
-    """Return the link that explains all-reduces best: least squares of the relative error.
+    """Return the link that explains the all-reduces best: least squares of the relative error.
 
-    results: bytes and seconds. ranks: in the ring, at least 2.
+    results: (bytes, seconds). ranks: number in the ring, at least 2.
     """
     rows = [
         (2 * (ranks - 1) / seconds, 2 * (ranks - 1) / ranks * size / seconds)
@@ -54,19 +54,20 @@ def fit(results: Sequence[tuple[int, float]], ranks: int) -> MeasuredLink:
 def measure_links(
     sweep: Sweep, ranks: Participants, node_rank: int, results: Sequence[CollectiveResult]
 ) -> tuple[MeasuredLink | None, MeasuredLink | None]:
-    """Return the link inside the hosts and between them; None where a host or ranks are missing.
+    """Return the links inside and between hosts; None if there is only one rank or host.
 
     Inside: the slowest host, while all hosts measure at once. Between: the ring of all ranks.
-    node_rank: this rank's host. results: those of all ranks, where there are any.
+    node_rank: this rank's host. results: of all ranks, if they are measured already.
     """
     node_ranks = gather_json(node_rank)
     hosts = sorted(set(node_ranks))
     inside = None
     for host in hosts:
         members = [rank for rank, node in enumerate(node_ranks) if node == host]
-        group = dist.new_group(members)  # called by all ranks
+        group = dist.new_group(members)  # every rank calls new_group()
         if node_rank == host:
-            # GroupMember.NON_GROUP_MEMBER, an int for some versions of torch, is for other ranks.
+            # Other ranks get GroupMember.NON_GROUP_MEMBER, which some versions of torch type as
+            # int.
             own = Participants(
                 members.index(ranks.rank),
                 len(members),
@@ -116,10 +117,10 @@ class PairResult:
 def measure_pairs(
     node_ranks: Sequence[int], ranks: Participants, size: int, iterations: int
 ) -> dict[Pair, PairResult]:
-    """Measure all pairs of hosts, with one rank of each. All ranks call it together.
+    """Measure all pairs of hosts, with one rank on each host. All ranks call it together.
 
     node_ranks: the host of each rank. size: bytes that each of the two sends.
-    The best iteration counts, and pairs that seem slow are measured again: a slow link slows all
+    The best iteration counts, and seemingly slow pairs are measured again: a slow link slows all
     iterations.
     """
     best: dict[Pair, PairResult] = {}
@@ -167,5 +168,5 @@ def _measure_round(
 
 def _best(other: int, size: int, iterations: int, device: torch.device) -> float:
     sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    exchange(sent, other, received, other)  # connects
+    exchange(sent, other, received, other)  # the first exchange connects
     return min(time_iterations(lambda: exchange(sent, other, received, other), iterations, device))

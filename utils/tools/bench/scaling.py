@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from .trials import Trials
 from .worker import TrialReport
 
-LOW = 0.9  # efficiency below which causes are named
-HIGH = 1.25  # above which the measurement on one rank was disturbed
-_LEAST = 0.05  # share of a step; a cause that costs less is not named
+LOW = 0.9  # causes are named below this efficiency
+HIGH = 1.25  # above this efficiency, the measurement on one rank was disturbed
+_LEAST = 0.05  # share of a step; a cheaper cause is not named
 _MIB = 1 << 20
 
 HEADER = f"""\
@@ -32,9 +32,9 @@ columns, each per optimizer step:
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A measured number of ranks. All times in seconds per optimizer step."""
+    """The measurement on one number of ranks. All times in seconds per optimizer step."""
 
-    kind: str  # weak or strong
+    kind: str  # "weak" or "strong"
     ranks: int
     hosts: int
     step: float
@@ -58,7 +58,7 @@ class MeasuredPoint:
 def split(
     kind: str, hosts: int, reports: list[TrialReport], first: MeasuredPoint | None
 ) -> MeasuredPoint:
-    """Return where the time of a step goes. first: the measurement on one rank, if known."""
+    """Split the time of a step. first: the measurement on one rank, if known."""
     ranks = len(reports)
     step = statistics.fmean(report.step("sync") for report in reports)
     alone = [report.step("local") for report in reports]
@@ -87,7 +87,7 @@ def numbers_of_ranks(world_size: int) -> list[int]:
 
 
 def batch_per_rank(kind: str, batch: int, world_size: int, ranks: int) -> int | None:
-    """Return the batch of each rank. For strong scaling, all ranks keep their global batch.
+    """Return the batch of each rank; for strong scaling, the global batch stays the same.
 
     Returns None if the global batch cannot be divided equally.
     """
@@ -98,8 +98,8 @@ def batch_per_rank(kind: str, batch: int, world_size: int, ranks: int) -> int | 
 
 
 def run(trials: Trials, ranks: int, steps: int, batch: int) -> list[TrialReport]:
-    """Measure the script on the first `ranks` ranks. batch: for {batch} in its arguments."""
-    phases = [("sync", steps), ("local", steps)] * 2  # in turns: the load of the host may change
+    """Measure the script on the first `ranks` ranks. batch: replaces {batch} in its arguments."""
+    phases = [("sync", steps), ("local", steps)] * 2  # in turns: the host's load may change
     return trials.run(ranks, batch, phases)
 
 
@@ -108,7 +108,7 @@ def run(trials: Trials, ranks: int, steps: int, batch: int) -> list[TrialReport]
 
 @dataclass(frozen=True)
 class ScalingCause:
-    """A cause and the seconds of each step that it may cost."""
+    """A cause, and the seconds it may cost in each step."""
 
     name: str
     seconds: float
@@ -116,7 +116,7 @@ class ScalingCause:
 
 
 def find_causes(point: MeasuredPoint) -> list[ScalingCause]:
-    """Return the causes that the measurement shows, the costliest first."""
+    """Return the causes that the measurement shows, the most expensive first."""
     found = [cause for check in _CHECKS for cause in check(point)]
     worth = [cause for cause in found if cause.seconds > _LEAST * point.step]
     return sorted(worth, key=lambda cause: -cause.seconds)
@@ -175,7 +175,7 @@ def _micro_batch(point: MeasuredPoint) -> Iterator[ScalingCause]:
     if report.whole_seconds > point.compute:
         yield ScalingCause(
             "too small a micro-batch",
-            # With a micro-batch, or an accumulation, twice as large.
+            # The saving if the micro-batch or the accumulation were twice as large.
             min(point.exposed, report.whole_seconds * report.exchanges) / 2,
             f"The exchange of {report.gradient_bytes / 1e6:.1f} MB takes "
             f"{report.whole_seconds * 1e3:.1f} ms, the computation {point.compute * 1e3:.1f} ms: "

@@ -1,4 +1,4 @@
-"""Import what a training script imports, although its `utils` is named as this package."""
+"""Import a training script's modules, even if its `utils` has the name of this package."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 @contextlib.contextmanager
 def script_modules(folder: str) -> Iterator[None]:
-    """Import modules as a script in this folder does where it runs by itself.
+    """Import modules as a script in this folder does when it runs by itself.
 
     If its sys.path leads to another package of this name, the script gets that one. Otherwise it
-    gets the modules of this package that are loaded already. Code of this package that runs
-    meanwhile must not import further modules of it.
+    gets the modules of this package that are loaded already. Meanwhile, code of this package must
+    not import any more of its modules.
     """
     path, kept = list(sys.path), _remove_modules()
-    for place in (str(_ROOT), ""):  # what started this command
+    for place in (str(_ROOT), ""):  # entries that started this command
         if sys.path[0] == place:
             del sys.path[0]
     sys.path.insert(0, folder)
@@ -42,7 +42,7 @@ def script_modules(folder: str) -> Iterator[None]:
 
 
 def name_conflict(error: BaseException | None) -> str:
-    """Return a hint where a script may have meant this package, and has imported its own."""
+    """Return a hint if a script has imported its own package, but may have meant this one."""
     if not isinstance(error, ImportError) or sys.modules.get(_NAME) is _KIT:
         return ""
     if (error.name or "").partition(".")[0] != _NAME:
@@ -54,7 +54,7 @@ def name_conflict(error: BaseException | None) -> str:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Decide by sys.path, when a script imports a package of this name, whether it is this one."""
+    """When a script imports a package of this name, decide by sys.path whether it is this one."""
 
     def __init__(self, kept: dict[str, ModuleType]) -> None:
         self._kept, self._spec = kept, _KIT.__spec__
@@ -76,7 +76,7 @@ class _Finder(MetaPathFinder, Loader):
         return _KIT
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # which import has replaced
+        module.__spec__ = self._spec  # import has replaced the spec
 
 
 def _is_kit(spec: ModuleSpec) -> bool:
@@ -84,6 +84,6 @@ def _is_kit(spec: ModuleSpec) -> bool:
 
 
 def _remove_modules() -> dict[str, ModuleType]:
-    """Remove the modules of packages of this name from sys.modules, and return them."""
+    """Remove packages of this name and their modules from sys.modules, and return them."""
     names = [name for name in sys.modules if name.partition(".")[0] == _NAME]
     return {name: sys.modules.pop(name) for name in names}

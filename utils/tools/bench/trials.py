@@ -1,4 +1,4 @@
-"""Run a training script on some of the ranks of this job, again and again, by `ddpkit launch`."""
+"""Run a training script repeatedly on some ranks of this job, with `ddpkit launch`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _SHOWN_LINES = 12
 
 
 class TrialFailed(RuntimeError):
-    """A rank of a trial failed; the message is the last output."""
+    """A rank of a trial failed; the message is the end of its output."""
 
 
 class Trials:
-    """Runs of one script.
+    """Repeated runs of one script.
 
-    world_size: of all ranks that `ddpkit launch` starts here. A trial may have fewer: those of the
+    world_size: number of ranks that `ddpkit launch` starts here. A trial may have fewer, on the
     first hosts.
     """
 
     def __init__(self, command: Sequence[str], options: Sequence[str], timeout: float) -> None:
-        """options: of `ddpkit launch`. Raises LaunchError where it would start no ranks."""
+        """options: for `ddpkit launch`. Raises LaunchError if it would start no ranks."""
         self._command, self._options, self._timeout = list(command), list(options), timeout
         self._ranks_of_hosts = ranks_of_hosts([*options, "--", *_WORKER])
         self.world_size = sum(self._ranks_of_hosts)
@@ -41,13 +41,13 @@ class Trials:
         return next(count for count in counts if sum(self._ranks_of_hosts[:count]) >= ranks)
 
     def can_run(self, ranks: int) -> bool:
-        """Return whether the hosts have the same number of these ranks, as launch starts them."""
+        """Whether all used hosts get the same number of ranks, as `ddpkit launch` starts them."""
         return ranks == self.world_size or ranks % self.hosts(ranks) == 0
 
     def run(self, ranks: int, batch: int, phases: Sequence[tuple[str, int]]) -> list[TrialReport]:
         """Run the script on the first `ranks` ranks; return their reports.
 
-        batch: for {batch} in its arguments. phases: as in Trial. Raises TrialFailed.
+        batch: replaces {batch} in its arguments. phases: as in Trial. Raises TrialFailed.
         """
         options = self._options
         if ranks < self.world_size:
@@ -64,7 +64,7 @@ class Trials:
         raise TrialFailed("\n".join([f"{ranks} ranks: {status}", *lines[-_SHOWN_LINES:]]))
 
     def _start(self, words: Sequence[str]) -> tuple[str, str]:
-        """Run `ddpkit launch`; return how it ended, and the output."""
+        """Run `ddpkit launch`; return how it ended, and its output."""
         process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,

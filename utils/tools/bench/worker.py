@@ -1,8 +1,8 @@
 """Run a training script, and measure its steps.
 
-trials.py starts it for each rank; the first argument is a Trial. A step ends with the step of the
+trials.py starts it for each rank; the first argument is a Trial. A step ends with a step of the
 first optimizer that the script uses. Phases in which the ranks exchange gradients alternate with
-phases in which each rank trains alone. The difference in time is the cost of the communication.
+phases in which each rank trains alone. The difference in time is the cost of communication.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ...gather import gather_json
 from .collective_operations import AllReduce, Participants, time_iterations
 from .script_modules import name_conflict, script_modules
 
-RESULT = "ddpkit-trial "  # before the reports of all ranks, in the output of rank 0
-SETTLING_STEPS = 2  # of each phase, not measured: the ranks wait for each other again
-WARM_UP_STEPS = 5  # not measured
-# Work.wait() is timed, too.
+RESULT = "ddpkit-trial "  # prefix of all ranks' reports, in rank 0's output
+SETTLING_STEPS = 2  # unmeasured steps of each phase: ranks wait for each other again
+WARM_UP_STEPS = 5  # steps that are not measured
+# Functions to time, besides Work.wait().
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
     *("all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
@@ -52,7 +52,7 @@ class Trial:
 
 @dataclass
 class Phase:
-    """Steps of one kind that were measured."""
+    """Measured steps of one kind."""
 
     seconds: float = 0.0
     data_seconds: float = 0.0
@@ -61,14 +61,14 @@ class Phase:
 
 @dataclass
 class TrialReport:
-    """What one rank has measured."""
+    """The measurements of one rank."""
 
     host: str = field(default_factory=socket.gethostname)
     phases: dict[str, Phase] = field(default_factory=lambda: {"sync": Phase(), "local": Phase()})
     passes: int = 0  # backward passes per step
     exchanges: int = 0  # passes per step that exchange gradients
     backend: str = ""
-    whole_seconds: float = 0.0  # of an all-reduce of as many bytes as all gradients
+    whole_seconds: float = 0.0  # seconds for one all-reduce of as many bytes as all gradients have
     gradient_bytes: int = 0
 
     def step(self, kind: str) -> float:
@@ -81,17 +81,17 @@ class TrialReport:
 
 
 class Recorder:
-    """Measure the steps of the script."""
+    """Measures the steps of the script."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.report = TrialReport()
-        # The kind of each coming step, and whether it is measured.
+        # For each coming step: its kind, and whether it is measured.
         self._plan = [("warm-up", False)] * WARM_UP_STEPS
         for kind, steps in trial.phases:
             self._plan += [(kind, False)] * SETTLING_STEPS + [(kind, True)] * steps
         self._step = 0
-        self._alone = self._plan[0][0] == "local"  # in this step, the ranks train alone
+        self._alone = self._plan[0][0] == "local"  # True in a step in which the ranks train alone
         self._ddps: list[DistributedDataParallel] = []
         self._optimizer: object = None
         self._step_start = self._data_seconds = self._wait_seconds = 0.0
@@ -99,7 +99,7 @@ class Recorder:
         self._will_exchange = self._waiting = False
 
     def install(self) -> None:
-        """Replace what the script will call."""
+        """Replace the functions that the script will call."""
         init = DistributedDataParallel.__init__
         load, backward = DataLoader.__iter__, torch.Tensor.backward
 
@@ -117,7 +117,7 @@ class Recorder:
                 except StopIteration:
                     return
                 seconds = time.perf_counter() - start
-                if is_first:  # workers start, once an epoch, and epochs of a trial are short
+                if is_first:  # workers start once an epoch, and a trial's epochs are short
                     self._wait_seconds += seconds
                 else:
                     self._data_seconds += seconds
@@ -135,14 +135,14 @@ class Recorder:
         setattr(torch.Tensor, "backward", recorded_backward)  # noqa: B010
         setattr(torch.multiprocessing, "spawn", _refuse_spawn)  # noqa: B010
         for owner, name in [*((dist, name) for name in COLLECTIVES), (dist.Work, "wait")]:
-            if hasattr(owner, name):  # the *_single collectives: torch 2.13
+            if hasattr(owner, name):  # torch 2.13 and newer have the *_single collectives
                 setattr(owner, name, self._timed(getattr(owner, name)))
         register_optimizer_step_post_hook(self._end_step)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Time a collective of the script while the ranks train alone.
 
-        It waits for the slowest rank: that is not computation of this one.
+        It waits for the slowest rank, which is not computation on this one.
         """
 
         @functools.wraps(call)
@@ -166,9 +166,9 @@ class Recorder:
         if not torch.is_grad_enabled():
             return
         if self._alone:
-            ddp.require_backward_grad_sync = False  # as in no_sync()
+            ddp.require_backward_grad_sync = False  # like no_sync()
         elif ddp.require_backward_grad_sync:
-            self._will_exchange = True  # once, in the next backward pass
+            self._will_exchange = True  # only in the next backward pass
 
     def _end_step(self, optimizer: object, args: object, options: object) -> None:
         self._optimizer = self._optimizer or optimizer
@@ -177,7 +177,7 @@ class Recorder:
         kind, measured = self._plan[self._step]
         last = self._step + 1 == len(self._plan)
         if last or self._plan[self._step + 1] != (kind, measured):
-            _synchronize()  # between phases only: in each step it would slow a GPU
+            _synchronize()  # only between phases: in each step it would slow down a GPU
         now = time.perf_counter()
         if measured:
             phase = self.report.phases[kind]
@@ -193,7 +193,7 @@ class Recorder:
             self._write()
             if dist.is_initialized():
                 dist.barrier()  # another rank may still receive from this one
-            os._exit(0)  # what the script would do at its end is not measured
+            os._exit(0)  # the end of the script is not measured
         self._step += 1
         self._alone = self._plan[self._step][0] == "local"
         for ddp in self._ddps:
@@ -220,7 +220,7 @@ class Recorder:
         report.gradient_bytes = sum(
             parameter.numel() * parameter.element_size() for parameter in parameters
         )
-        # What scaling.find_causes() needs.
+        # Needed by scaling.find_causes().
         if ddps and any(kind == "local" for kind, _ in self._trial.phases):
             report.whole_seconds = _time_all_reduce(report.gradient_bytes, parameters[0].device)
         reports = [asdict(report)]

@@ -17,18 +17,18 @@ from .checks.collective_calls import RESULT, START_FAILED
 
 _START_SECONDS = 20.0
 _COLLECTIVE_SECONDS = 15.0
-_SIZES = (4, 1 << 16, 1 << 20, 1 << 24)  # bytes
-_LONG_SECONDS = 0.5  # of an all-reduce
+_SIZES = (4, 1 << 16, 1 << 20, 1 << 24)  # bytes of the tested all-reduces
+_LONG_SECONDS = 0.5  # seconds; a slower all-reduce shows a slow link
 _ITERATIONS = 4
 _MATRIX = 8192  # rows of a square matrix in bfloat16
 
 
 @dataclass
 class AllReduceTrial:
-    """What a rank has measured. wrong: wrong elements by the bytes of an all-reduce.
+    """The measurements of a rank. wrong: bytes of an all-reduce -> number of wrong elements.
 
-    bus_bandwidth: bytes per second at the largest size, as nccl-tests counts it.
-    flops: of a matrix product on this rank's GPU; None on the CPU.
+    bus_bandwidth: bytes per second at the largest size, as in nccl-tests.
+    flops: operations per second of a matrix product on this rank's GPU; None on the CPU.
     """
 
     backend: str
@@ -38,7 +38,7 @@ class AllReduceTrial:
 
 
 def try_all_reduces() -> AllReduceTrial:
-    """Run this rank. RANK and the other variables of torchrun's workers are set."""
+    """Run this rank. RANK and torchrun's other rank variables must be set."""
     with setup_distributed(
         timeout=_START_SECONDS, collective_timeout=_COLLECTIVE_SECONDS, bind=False
     ) as job:
@@ -48,7 +48,7 @@ def try_all_reduces() -> AllReduceTrial:
             operation = AllReduce(ranks, size)
             wrong[str(size)] = operation.count_wrong()
             seconds = job.all_reduce_mean(time_iterations(operation.run, 1, device)[0])
-            if seconds > _LONG_SECONDS:  # a slow link
+            if seconds > _LONG_SECONDS:  # the link is slow
                 break
         else:
             seconds = min(time_iterations(operation.run, _ITERATIONS, device))
@@ -65,7 +65,7 @@ def _multiply(device: torch.device) -> float:
 
 
 def main() -> None:
-    """Run this rank; the last line of the output is the result, or why the ranks do not start."""
+    """Run this rank. The last output line is the result, or the reason why the start failed."""
     status = 1
     try:
         print(RESULT + json.dumps(asdict(try_all_reduces())), flush=True)

@@ -4,7 +4,7 @@ A pattern is literal text. `...` stands for any text, `{host}` for the host that
 for a number other than 0; `^` is the start of a line, after labels such as "[rank3]: ". The first
 pattern that matches decides the cause of a line, so specific rows precede general ones.
 
-What the kit itself says is a launch_protocol.Failure: see lines.cause_of().
+Failures that the kit itself reports are a launch_protocol.Failure: see lines.cause_of().
 """
 
 from __future__ import annotations

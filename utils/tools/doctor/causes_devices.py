@@ -1,4 +1,4 @@
-"""Causes: GPUs, versions of libraries, the network and the start of the ranks."""
+"""Causes: GPUs, library versions, the network and the start of the ranks."""
 
 from __future__ import annotations
 

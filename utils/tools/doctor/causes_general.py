@@ -1,4 +1,4 @@
-"""Causes: what the kit says, and general signs of a failure, which come last."""
+"""Causes: the kit's own messages, and general signs of a failure, which come last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CAUSE, _FAILURE, _CONSEQUENCE, _HINT, _EXIT, _WORD = CauseLevel
 EXCEPTION = "python_exception"
 
 # fmt: off
-# An output without the end of the job, and an empty one.
+# An output that does not show the end of the job, and an empty output.
 UNFINISHED = FailureCause("unknown", None, _WORD,
     "The output shows neither a failure nor the end of the job: it still runs, was ended without a "
     "message, or its messages are in another file.",
@@ -88,7 +88,7 @@ ROWS = (
           explained_by=("watchdog_timeout", "different_collectives", "gpu_memory_fault",
                         "cuda_error", "nccl_error", "unhandled_system_error", "python_exception",
                         "peer_died", "network_link", "gloo_mesh", "kit_message", "crash")),
-    # What the kit says: its words replace the meaning of the row.
+    # The kit's messages: their words replace the meaning of the row.
     FailureCause("command_error", False, _FAILURE,
           "The kit refused the command; the message gives cause and remedy.",
           "The message; the folder of the job.", "Correct the command.", ()),
@@ -118,7 +118,7 @@ ROWS = (
           "The kit logged an error, after which a job may continue.",
           "The message.", "Follow the message.",
           ("^[rank ...] ERROR: ",)),
-    # Consequences of the end of another process
+    # Consequences of another process's end
     FailureCause("peer_died", None, _CONSEQUENCE,
           "Another process ended or its host became unreachable; this one only noticed.",
           "The output of the other ranks, dmesg and the scheduler's view of their hosts.",

@@ -1,4 +1,4 @@
-"""Causes: the program, in the words of torch and of libraries."""
+"""Causes: errors of the program, in the words of torch and of libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check of `doctor` is: facts that ranks collect, and what rank 0 concludes from them."""
+"""Define a check of `doctor`: ranks collect facts, and rank 0 draws conclusions from them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 Facts = TypeVar("Facts")
-# What yields a JSON value to send it to all ranks, and gets those of all ranks, by rank: None for a
-# rank that has sent none within the time limit. Only connections to rank 0 are needed.
+# Yields a JSON value for all ranks; each yield returns the values of all ranks, by rank, with None
+# for a rank that has sent none within the time limit. Needs only connections to rank 0.
 Exchange = Generator[Any, list[Any], Facts]
 
 
 class Level(enum.IntEnum):
-    """How serious a finding is. The highest one is the exit status of `doctor`."""
+    """How serious a finding is. The highest level is the exit status of `doctor`."""
 
     GOOD = 0
     WARNING = 1
@@ -26,9 +26,9 @@ class Level(enum.IntEnum):
 class Finding:
     """One result of a check.
 
-    message: what was found, with values, and for WARNING and BAD what was expected.
+    message: what was found, with values; for WARNING and BAD also what was expected.
     remedy: the next step; "" for GOOD.
-    ranks, hosts: those at fault; empty where it concerns the whole job.
+    ranks, hosts: at fault; empty if the finding concerns the whole job.
     exclude: whether a later job should avoid these hosts.
     """
 
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank of this run of `doctor`. host: its name; node: the number of its host, from 0."""
+    """A rank of this run of `doctor`. host: its name; node: number of its host, from 0."""
 
     rank: int
     host: str
@@ -52,9 +52,9 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of this run, as seen from one of them.
+    """The ranks of this run, as one of them sees them.
 
-    everyone: by rank. address: of this host on the way to rank 0; "" where it is unknown.
+    everyone: indexed by rank. address: this host's on the way to rank 0; "" if unknown.
     """
 
     me: RankPlace
@@ -63,7 +63,7 @@ class Ranks:
 
     @property
     def hosts(self) -> list[RankPlace]:
-        """The first rank of each host, by node."""
+        """The first rank of each host, in order of the hosts' numbers."""
         return [place for place in self.everyone if place.local_rank == 0]
 
 
@@ -76,10 +76,11 @@ class Reported(Generic[Facts]):
 
 
 class Check(abc.ABC, Generic[Facts]):
-    """One subject. All ranks run the same checks in the same order.
+    """One subject to check. All ranks run the same checks in the same order.
 
-    name: in the table and in --json, such as "limits". per: who collects: every rank, or the first
-    rank of each host. quick: whether --quick runs it. seconds: until a step of collect() hangs.
+    name: name in the table and in --json, such as "limits". per: who collects facts: every rank, or
+    the first rank of each host. quick: whether --quick includes it. seconds: after this time, a
+    step of collect() counts as hanging.
     facts: a dataclass whose fields are JSON values (numbers, strings, lists, dicts, None).
     """
 
@@ -91,12 +92,12 @@ class Check(abc.ABC, Generic[Facts]):
 
     @abc.abstractmethod
     def collect(self, ranks: Ranks) -> Facts | Exchange[Facts]:
-        """Measure or read on this rank. The steps of a generator end at its yields."""
+        """Measure or read on this rank. Each yield of a generator ends a step."""
 
     @abc.abstractmethod
     def conclude(self, reported: Sequence[Reported[Facts]]) -> Iterator[Finding]:
         """Yield findings from the facts that have arrived, by rank; on rank 0 only.
 
-        The runner reports missing facts and exceptions itself. A check without anything to
-        criticise yields one GOOD finding that says what is right, or nothing if it does not apply.
+        The runner itself reports missing facts and exceptions. If nothing is wrong, yield a GOOD
+        finding that says what is right, or nothing if the check does not apply.
         """

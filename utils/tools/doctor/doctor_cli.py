@@ -22,7 +22,7 @@ from ..cli.missing_files import no_such_file
 from . import logs, run_checks
 
 _EXIT_SECONDS = 5.0
-_EXIT_WRONG_USE = 2  # as in argparse: a mistyped file name is not a diagnosis
+_EXIT_WRONG_USE = 2  # like argparse, because a mistyped file name is no diagnosis
 _LOGS_EPILOG = """\
 exit status:
   0  no failure was found, and the output shows the end of the job
@@ -48,7 +48,7 @@ printed with its remedy.
 def main(words: Sequence[str] | None = None) -> int:
     """Run the checks, or `logs`; return an exit status.
 
-    words: the command line without the command; None: that of this process.
+    words: the command line without the command; None: from this process.
     """
     words = sys.argv[1:] if words is None else list(words)
     try:
@@ -57,11 +57,11 @@ def main(words: Sequence[str] | None = None) -> int:
         options = _parse(words)
         _restart_where_torch_is_installed()
         status = run_checks.main(options)
-    except Exception:  # Python's own status, 1, would read as a warning or a cause
+    except Exception:  # Python's own status 1 would look like a warning or a cause
         traceback.print_exc()
         status = os.EX_SOFTWARE
-    # A check that hangs must not keep this process. Otherwise it ends as usual, since a launcher's
-    # name service has to be closed.
+    # A hanging check must not keep this process. Otherwise the process ends as usual, since a
+    # launcher's name service has to be closed.
     watchdog = threading.Timer(_EXIT_SECONDS, os._exit, (status,))
     watchdog.daemon = True
     watchdog.start()

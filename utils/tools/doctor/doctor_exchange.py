@@ -1,9 +1,9 @@
-"""Join the ranks of this run of `doctor`. Then rank 0 requests steps of checks, and they reply.
+"""Join the ranks of this run of `doctor`. Rank 0 then requests steps of checks, and they reply.
 
-Each rank needs a connection to rank 0 only, so that a bad link between two other hosts does not
-hang the exchange. A rank runs each step in a thread of its own, and responds while one hangs. No
-torch, unless torchrun has started the ranks. What the ranks report when they join cannot make them
-differ: the checks compare them later.
+Each rank is connected only to rank 0, so that a bad link between two other hosts does not hang the
+exchange. A rank runs each step in a separate thread, and responds even if a step hangs. No torch,
+unless torchrun has started the ranks. The ranks' start-up reports are made equal here: the checks
+compare the ranks later.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from ...startup.address import Rendezvous, agree
 from ...startup.reports import RankReport, make_report
 from .check import RankPlace, Ranks
 
-# A rank that does not find rank 0 explains why, before rank 0 ends the launch.
+# Seconds for a rank that does not find rank 0 to explain why, before rank 0 ends the launch.
 EARLIER_SECONDS = 4.0
 _PLACES_SECONDS = 20.0
 _SEND_SECONDS = _CONNECT_SECONDS = 10.0
 _BEGIN_SECONDS = 5.0
-# A process that responds to none of these is stopped. One that loads a library holds the GIL.
+# A process that misses all of these probes is stopped. A process that loads a library holds the
+# GIL.
 _PROBES, _PROBE_SECONDS = 5, 5.0
-_RANK_0_SECONDS = 600.0  # without a request: rank 0 hangs
+_RANK_0_SECONDS = 600.0  # seconds without a request, after which rank 0 hangs
 _HOST_LOST_SECONDS = 60
 _SEGMENT_BYTES = 500
-_BEGIN, _RESPOND = "begin", "respond"  # requests that are no checks
-_NO_STEP, _FIRST = 0, 1  # numbers: of what replies to no request, and of the first message
+_BEGIN, _RESPOND = "begin", "respond"  # requests besides checks
+_NO_STEP, _FIRST = 0, 1  # message numbers: not in reply to a request; the first one
 
-# Runs a step: the check, and the values of all ranks since its last step, None for the first one.
+# Runs a step. Arguments: the ranks, the check, and the ranks' values since its last step (or None).
 Step = Callable[[Ranks, str, "list[Any] | None"], Any]
 
 
@@ -50,17 +51,17 @@ class Rank0Lost(RuntimeError):
 
 
 class Lead(PeerServer):
-    """Rank 0's end of the connections. everyone: by rank. notes: on the launch, for the user."""
+    """Rank 0's side of the connections. everyone: indexed by rank. notes: for the user."""
 
     def __init__(self, placement: Placement, found: Rendezvous) -> None:
-        """Wait for the ranks. Raises LaunchError where one has not reported its host."""
+        """Wait for the ranks. Raises LaunchError if one has not reported its host."""
         assert found.listener is not None
         self.placement, self.notes = placement, found.notes
         self._of_start = found.connections
         self._channels: dict[int, Channel] = {}
         self._ended: set[int] = set()
-        self._number, self._replies = _FIRST, dict[int, Any]()  # of the latest request
-        self._heard: set[int] = set()  # since the latest call of responding()
+        self._number, self._replies = _FIRST, dict[int, Any]()  # latest request
+        self._heard: set[int] = set()  # ranks heard from since the last call of responding()
         self._unanswered = Counter[int]()  # probes, not seconds: rank 0 may have waited for its GIL
         _use_small_packets(found.listener)
         super().__init__(found.listener, Loop(), found.secret, placement.world_size)
@@ -84,7 +85,7 @@ class Lead(PeerServer):
         return self._replies
 
     def responding(self, ranks: Collection[int]) -> Collection[int]:
-        """Return those of the ranks whose process responds, although a step hangs."""
+        """Return the ranks whose process responds, even if a step hangs."""
         self._heard.clear()
         self._send(ranks, _NO_STEP, _RESPOND, None)
         self._wait(ranks, math.inf, self._heard)
@@ -94,7 +95,7 @@ class Lead(PeerServer):
         return rank in self._ended
 
     def close(self) -> None:
-        """Leave: rank 0 as the last one, because its exit status may end the others."""
+        """Leave. Rank 0 leaves last, because its exit status may end the other ranks."""
         for rank in self._channels.keys() - self._ended:
             self._channels[rank].send({"kind": "end", "cause": ""})
         for connection in self._of_start:
@@ -111,7 +112,7 @@ class Lead(PeerServer):
             self._channels[rank].send(message)
 
     def _wait(self, ranks: Collection[int], seconds: float, arrived: Container[int]) -> None:
-        """Wait until all of these ranks have arrived, have ended or are stopped."""
+        """Wait until each of these ranks has arrived, has ended or is stopped."""
         now = time.monotonic()
         limit, probe = now + seconds, now + _PROBE_SECONDS
         while now < limit and (waiting := [rank for rank in ranks if rank not in arrived]):
@@ -138,10 +139,10 @@ class Lead(PeerServer):
 
 
 def join(timeout: float, step: Step) -> Lead | None:
-    """Join the other ranks: return rank 0's end, or on another rank run its steps until the end.
+    """Join the other ranks. Return rank 0's side; on another rank, run its steps until the end.
 
-    timeout: seconds, after which rank 0 names the missing ranks. Raises LaunchError when a rank is
-    missing, or the launch contradicts itself; Rank0Lost on the other ranks.
+    timeout: seconds until rank 0 names the missing ranks. Raises LaunchError if a rank is missing
+    or the launch contradicts itself; on other ranks, Rank0Lost.
     """
     detection = find_launcher()
     placement = detection.placement
@@ -153,7 +154,7 @@ def join(timeout: float, step: Step) -> Lead | None:
     else:
         seconds = timeout if placement.rank == 0 else max(timeout / 2, timeout - EARLIER_SECONDS)
         detection = detection._replace(placement=placement.replace(notes=()))
-        # host_cores: placement.py reports on the cores, which is a note of the start otherwise.
+        # host_cores is 1 to avoid a start-up note about cores; placement.py reports on them.
         report: RankReport = {**make_report(detection.placement, bind=False), "host_cores": 1}
         found = _agree(detection, report, time.monotonic() + seconds)
     if placement.rank == 0:
@@ -184,7 +185,7 @@ def _agree(detection: Detection, report: RankReport, deadline: float) -> Rendezv
 
 
 def _reply(placement: Placement, found: Rendezvous, step: Step) -> None:
-    """Connect this rank, and run the steps that rank 0 requests until it ends. Rank0Lost."""
+    """Connect this rank, and run the steps that rank 0 requests. Raises Rank0Lost."""
     here = f"rank {placement.rank} on {socket.gethostname()}"
     address, port = found.rank_0_addr, found.master_port
     try:
@@ -246,13 +247,13 @@ def _connect(address: str, port: int) -> socket.socket:
 
 
 def _use_small_packets(connection: socket.socket) -> None:
-    """Let a path that drops large packets carry the facts about it. Before connect()."""
+    """Let facts pass over a path that drops large packets. Call before connect()."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
 
 
 def _places(hosts: Sequence[Sequence[str] | None]) -> tuple[RankPlace, ...]:
-    """Return the place of each rank. hosts: what identifies the host of each rank, by rank."""
+    """Return the place of each rank. hosts: identifies the host of each rank."""
     if None in hosts:
         missing = [rank for rank, host in enumerate(hosts) if host is None]
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""What the last lines of an output show: the job's own end, and lines that mention an error."""
+"""Interpret the last lines of an output: the job's own end, and lines that mention an error."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from .labels import split_labels
 
-NUM_LINES = 200  # a job that prints more after a warning has survived it
-_LINES_OF_END = 40  # where the end of the program is looked for: epilogues come after it
+NUM_LINES = 200  # a job that prints more lines after a warning has survived it
+_LINES_OF_END = 40  # searched for the program's end; epilogues come after it
 
-# What a scheduler or a launcher says about a job that has ended well.
+# Words of schedulers and launchers about a job that has ended well.
 _ENDED_WELL = re.compile(
     r"(?i)\bexit[_ ]?(?:status|code)\b\s*(?:is|of|[:=])?\s*0(?![\d.:])|\bexitcode[:= ]+0(?::0)?\b"
     r"|ExitCode=0:0|\bState: COMPLETED\b|^Successfully completed\."
 )
-# What a program says at its end.
+# Words of programs at their end.
 _SUBJECT = (
     r"(?:training|train|run|job|experiment|fine-?tuning|script|benchmark|program|pipeline"
     r"|pretraining|inference|everything|all (?:epochs|steps|ranks|jobs))"
@@ -34,7 +34,7 @@ _COUNTER = re.compile(
 )
 _FULL_BAR = re.compile(r"100%\|")
 
-# A line that mentions an error; in the first form, one that has ended many a job.
+# Lines that mention an error. The first pattern describes errors that have ended many jobs.
 _ERROR_WORDS = (
     re.compile(
         r"(?i)\b(?:errors?|fatal|refused|not found|denied|no such|panic|failed|failure|aborted"
@@ -64,7 +64,7 @@ _IN_TRACEBACK = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 
 
 def own_end(lines: Sequence[tuple[int, str]]) -> int:
-    """Return the number of the line in which the job reports its own end; 0 without one.
+    """Return the number of the line in which the job reports its own end; 0 if there is none.
 
     lines: the last lines of the output, each with its number.
     """
@@ -95,14 +95,14 @@ def own_end(lines: Sequence[tuple[int, str]]) -> int:
 
 
 def _is_failure(message: str) -> bool:
-    """Whether a line about an end is one about a failure, or of the kit."""
+    """Whether a line about an end reports a failure, or is the kit's."""
     return "ddpkit" in message or _ERROR_WORDS[0].search(message) is not None
 
 
 def mentions_error(lines: Sequence[tuple[int, str]]) -> int:
-    """Return the number of the first line that mentions an error; 0 without one.
+    """Return the number of the first line that mentions an error; 0 if there is none.
 
-    A line that says more clearly that something failed precedes others, and warnings come last.
+    A clearer sign of a failure takes precedence; warnings come last.
     """
     best = (9, 0)
     for number, line in lines:
@@ -118,8 +118,8 @@ def mentions_error(lines: Sequence[tuple[int, str]]) -> int:
 
 
 def is_exception(message: str, *, in_traceback: bool) -> bool:
-    """Whether a line, without labels, is the last one of a traceback: "queue.Empty", "Timeout: x".
+    """Whether a line, without labels, ends a traceback: "queue.Empty", "Timeout: x".
 
-    in_traceback: it follows the lines of a traceback; otherwise only a name with its module counts.
+    in_traceback: whether it follows a traceback's lines. If not, the name must include its module.
     """
     return (_IN_TRACEBACK if in_traceback else _NAMED_EXCEPTION).match(message) is not None

@@ -1,4 +1,4 @@
-"""Versions of software that are known to hang or crash a training, from one table with sources."""
+"""Find software versions known to hang or crash a training, in one table with sources."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NCCL, OFI_PLUGIN = "NCCL", "aws-ofi-nccl"
 
 @dataclass(frozen=True)
 class KnownBad:
-    """One row: versions of a software, from first up to but without fixed.
+    """One row: versions from `first` up to, but not including, `fixed`.
 
-    where: on which hosts, a machine or a device of Host; "" for all. what: what happens.
+    where: limits it to hosts with this machine or device; "" for all. what: what happens.
     """
 
     software: str
@@ -60,20 +60,20 @@ KNOWN_BAD = (
 
 
 def host_features(root: Path = Path("/")) -> list[str]:
-    """Return what rows name of this host: its machine, and "cxi" with Slingshot."""
+    """Return this host's features that rows may name: its machine, and "cxi" with Slingshot."""
     cxi = ["cxi"] if (root / "sys/class/cxi").exists() else []
     return [platform.machine(), *cxi]
 
 
 def plugin_version(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the version of aws-ofi-nccl in the paths of libraries; "" where they show none."""
+    """Return the version of aws-ofi-nccl in the library paths; "" if they show none."""
     paths = ":".join(environ.get(name, "") for name in ("LD_LIBRARY_PATH", "NCCL_NET_PLUGIN"))
     found = re.search(r"aws-ofi-nccl[-/_@=]v?(\d+(?:\.\d+)+)", paths)
     return found[1] if found else ""
 
 
 def find_bad(versions: Mapping[str, str], features: list[str]) -> Iterator[tuple[KnownBad, str]]:
-    """Yield each row that applies, and the version. features: host_features()."""
+    """Yield each matching row with the installed version. features: from host_features()."""
     for row in KNOWN_BAD:
         text = versions.get(row.software, "")
         version = tuple(int(part) for part in re.findall(r"\d+", text)[:3])

@@ -1,13 +1,13 @@
-"""The labels that launchers, loggers and schedulers put before a line: rank, host, time."""
+"""Parse labels that launchers, loggers and schedulers put before a line: rank, host, time."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-HOST = r"[A-Za-z0-9_][\w.-]{0,252}"  # at most as long as a host name
+HOST = r"[A-Za-z0-9_][\w.-]{0,252}"  # the longest host name has 253 characters
 
-# The name of a host before a line: it has a digit, and is not that of a program.
+# A host name before a line: it has a digit, and is not the name of a program.
 _LABEL_HOST = (
     r"(?!(?:python|pip|perl|gcc|g\+\+|cc1|lib|slurmstepd|torchrun|rank|step|epoch|iter|task|line"
     r"|batch|sample|fold|layer|stage|phase|trial|seed|run|worker|gpu_?id|device|cuda|world_?size)"
@@ -29,8 +29,8 @@ _BEGINS = (
     r"\[|\d+: |Traceback \(most|[\w.]+(?:Error|Exception|Interrupt|Expired|Timeout)\b|  File \""
     r"|[\w./-]+\[\d+\]: |(?:ERROR|FATAL|CRITICAL|error|fatal)\b|srun: |slurmstepd"
 )
-# task: the number that a launcher gave to its process, which is that of the rank, or of an agent
-# of torchrun. local: the number of a rank on its host.
+# task: the launcher's number of a process, which is a rank or one of torchrun's agents. local:
+# number of a rank on its host.
 _LABELS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -40,12 +40,12 @@ _LABELS = tuple(
         rf"\[?(?:{_TIME})\]?:?(?: |(?=\[\d+,))",
         # torch: "W1014 10:22:41.771000 41822 torch/distributed/run.py:766] "
         r"[IWEFC]\d{4} \d\d:\d\d:\d\d\.\d+ (?:\d+ )?[\w./-]+:\d+\] ",
-        r"[\w.-]+\[\d+\]: (?=\[|\d+: |Traceback)",  # the program in a line of syslog
+        r"[\w.-]+\[\d+\]: (?=\[|\d+: |Traceback)",  # program name in a syslog line
         r"\[[A-Za-z_]+(?P<local>\d+)\]:? ?",  # torchrun: "[default0]:", "[trainer2]:"
         r"\[ *(?P<task>\d+)\] (?! )",  # mpiexec -l of MPICH and Intel MPI
-        r"\[ *(?P<local>\d+)\]:(?=[^\s]| \S)",  # torchrun without the name of a role
-        r"\[(?P<task>\d+)@(?P<host>[\w.-]+)\] ",  # a pattern of MPICH: "[%r@%h] "
-        r" *(?P<task>\d+): ",  # srun --label, padded where there are ten tasks and more
+        r"\[ *(?P<local>\d+)\]:(?=[^\s]| \S)",  # torchrun, without a role
+        r"\[(?P<task>\d+)@(?P<host>[\w.-]+)\] ",  # MPICH with the pattern "[%r@%h] "
+        r" *(?P<task>\d+): ",  # srun --label, padded for ten tasks or more
         r"\[(?:[\w.@-]+,)? *(?P<task>\d+)(?:\[\w+\])?\]<std(?:err|out|diag)>: ?",  # Open MPI
         r"\[\d+,mpirank:(?P<task>\d+)(?:,(?P<host>[\w.-]+))?\]<std(?:err|out)>: ?",
         r"\([\w ]+ pid=\d+(?:, ip=(?P<host>[\w.:-]+))?[^)]*\) ",  # Ray
@@ -67,7 +67,7 @@ _LABELS = tuple(
 
 
 class Labels(NamedTuple):
-    """What the labels before a line name, and the rest of the line."""
+    """The contents of the labels before a line, and the rest of the line."""
 
     rank: int | None
     host: str | None
@@ -77,7 +77,7 @@ class Labels(NamedTuple):
 
 
 def split_labels(line: str) -> Labels:
-    """Return what the labels before a line name, and what follows them."""
+    """Return the contents of the labels before a line, and the rest of the line."""
     named: dict[str, str] = {}
     rest = line
     while found := next(filter(None, (label.match(rest) for label in _LABELS)), None):
@@ -86,6 +86,6 @@ def split_labels(line: str) -> Labels:
     rank, task, local = (
         int(named[name]) if name in named else None for name in ("rank", "task", "local")
     )
-    if "replica" in named:  # a host of its own, where the numbers begin again
+    if "replica" in named:  # its own host, where local numbers start again
         local = None
     return Labels(rank, named.get("host"), task, local, rest)

@@ -1,4 +1,4 @@
-"""Parse one line of output: the cause that it shows, and the rank and host that it names."""
+"""Parse one line of output: the cause that it shows, and the rank and host in it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _RESTARTED = re.compile(
 )
 _NO_RESTART = re.compile(r"ddpkit launch: no restart: (.*)")
 _RESTART = re.compile(r"ddpkit launch: (restart \d+ .*)")
-# What the kit says to people it also writes as a Failure. What it logs may not end the job.
+# Messages for people, which the kit also writes as a Failure. Its log lines may not end the job.
 _FOR_PEOPLE = re.compile(
     r"rank \d+ on \S+ (?:failed: |stops|is ended)|ddpkit launch: |LaunchError: "
 )
 _LOGGED = re.compile(r"\[rank \d+/\d+ \S+\] ERROR: ")
-# The rows of the kinds of failures, where the cause matches no other row, or always.
+# Kinds of failures whose row is used always, or if the cause matches no other row.
 _ALWAYS = ("left", "uneven", "preflight", "bad host", "hang")
 _ROWS = {
     "command": "command_error",
@@ -51,16 +51,16 @@ _ROWS = {
     "bad host": "bad_host",
 }
 
-# Lines of launchers about the end of one process.
+# A launcher's report of the end of one process.
 _EXIT = re.compile(
     r"srun: error: \S+: tasks? |process rank \d+ with PID|PID \d+ RUNNING AT"
     r"|: rank \d+ (?:died|exited)|Process name: \["
 )
-# Lines that say no cause, but where the job ran or which process failed.
+# Lines without a cause, which say where the job ran or which process failed.
 _BY_SLURM = re.compile(
     r"slurmstepd|StepId=|Exceeded \w+ memory limit|oom[-_]kill event|Slurm reports"
 )
-# What ddpkit launch prints at the end. "error: " is not before what a rank has reported.
+# Closing line of ddpkit launch. "error: " is missing before a rank's report.
 _CLOSING = re.compile(
     r"ddpkit launch: (?P<error>error: )?(?P<text>.*?)(?:, the others will be ended)?$"
 )
@@ -68,11 +68,11 @@ _CLOSING_RANK = re.compile(
     rf"rank (\d+)(?: on ({HOST}))?(?: \([^)]*\))?(?:, rank \d+(?: on {HOST})?)*"
     r"(?: and \d+ more)? (.*)"
 )
-# The same of a rank without ddpkit launch, which prints the cause once, or repeats it.
+# The closing line of a rank without ddpkit launch, which prints the cause once or repeats it.
 _REPORTED = re.compile(
     rf"(?:^|: )(?:rank \d+ on {HOST} (?:stops|is ended), because )?(rank \d+ on {HOST}\b.*)"
 )
-# The host that an error of the launch is about: "on n2 /data is missing", "torchrun on n7 ended".
+# The host in an error of the launch: "on n2 /data is missing", "torchrun on n7 ended".
 _HOST_AT_FAULT = re.compile(
     rf"^on ({HOST}) |\bconnection to ({HOST}) was lost|\bconnected from ({HOST})(?: within|\. )"
     rf"|^[\w./-]+ on ({HOST}) (?:ended|was|has|did)|^a process \w* ?on ({HOST}) "
@@ -105,7 +105,7 @@ _GPU_HELD, _GPU_FULL = (cause for cause in CAUSES if cause.name == "cuda_oom")
 
 
 class _Signature(NamedTuple):
-    keyword: str  # each line that matches contains it
+    keyword: str  # text that every matching line contains
     regex: re.Pattern[str]
     at_start: bool
     cause: FailureCause
@@ -125,12 +125,12 @@ def _signatures() -> tuple[_Signature, ...]:
 
 @cache
 def keywords() -> tuple[str, ...]:
-    """Return texts one of which is in every line of interest."""
+    """Return texts such that every line of interest contains at least one of them."""
     return *(signature.keyword for signature in _signatures()), *CONTEXT
 
 
 def match(line: str) -> tuple[FailureCause, str | None] | None:
-    """Return the cause that a line shows, and the host in the place of its pattern's {host}."""
+    """Return the cause that a line shows, and the host at its pattern's {host}."""
     message = split_labels(line).message
     for keyword, regex, at_start, cause in _signatures():
         found = keyword in line and (regex.match(message) if at_start else regex.search(line))
@@ -147,9 +147,9 @@ def match(line: str) -> tuple[FailureCause, str | None] | None:
 
 
 def read_failure(line: str) -> Failure | None:
-    """Return what the kit has written about a failure; None for other lines.
+    """Return the failure in a line written by the kit; None for other lines.
 
-    None, too, for one after which the launch has started the ranks again.
+    Returns None also for a failure after which the launch has restarted the ranks.
     """
     _, marker, text = line.partition(FAILURE)
     if marker:
@@ -167,7 +167,7 @@ def read_failure(line: str) -> Failure | None:
 
 
 def read_restart(line: str) -> str:
-    """Return "restart 1 without n2: CAUSE" of a line about a failure; "" of other lines."""
+    """Return "restart 1 without n2: CAUSE" from a line about a failure; "" for other lines."""
     _, marker, text = line.partition(FAILURE)
     with contextlib.suppress(ValueError, KeyError, TypeError):
         if marker and "restart" in (fields := json.loads(text)):
@@ -178,21 +178,21 @@ def read_restart(line: str) -> str:
 
 
 def is_restart(line: str) -> bool:
-    """Whether ddpkit launch says that it starts the ranks again: what was before is overcome."""
+    """Whether ddpkit launch restarts the ranks in this line, so that earlier failures are over."""
     return _RESTARTED.match(split_labels(line).message) is not None
 
 
 def read_restart_line(line: str) -> tuple[str, str]:
-    """Return what ddpkit launch says about a restart, and why there is none; "" and "" without."""
+    """Return ddpkit launch's words about a restart, and the reason for none; "" if missing."""
     message = split_labels(line).message
     restart, none = _RESTART.match(message), _NO_RESTART.match(message)
     return restart[1] if restart else "", none[1] if none else ""
 
 
 def _blame_memory(failure: Failure) -> Failure:
-    """Return a failure with the host that had no memory left, as Slurm reports it.
+    """Return a failure with the host that had no memory left, according to Slurm.
 
-    Slurm then ends the ranks of all hosts: the first one that ends need not be on that host.
+    Slurm then ends the ranks of all hosts, so the first one that ends may be on another host.
     """
     found = re.search(rf"out of memory(?: on ({HOST}))?: ", failure.text)
     if "Slurm reports: " not in failure.text or found is None or found[1] == failure.host:
@@ -201,10 +201,10 @@ def _blame_memory(failure: Failure) -> Failure:
 
 
 def read_closing_line(line: str, *, has_started: bool = True) -> Failure | None:
-    """Return what ddpkit launch says last to people; None for another line of ddpkit launch.
+    """Return the failure in ddpkit launch's closing line for people; None for its other lines.
 
-    The line is read where no line for programs is in the output. has_started: the launch has said
-    which ranks it starts; otherwise it may have refused its command line.
+    Used if the output has no line for programs. has_started: whether the launch has printed which
+    ranks it starts; otherwise it may have refused its command line.
     """
     found = _CLOSING.match(split_labels(line).message)
     if found is None:
@@ -229,14 +229,14 @@ def read_closing_line(line: str, *, has_started: bool = True) -> Failure | None:
 
 
 def read_reported_cause(line: str) -> Failure | None:
-    """Return what a rank without ddpkit launch says to people about what failed first."""
+    """Return the first failure that a rank without ddpkit launch reports to people."""
     found = _REPORTED.search(line)
     return _read_cause(found[1]) if found else None
 
 
 def _read_cause(text: str) -> Failure | None:
-    """Return the cause that ranks have reported, from its words; None for other texts."""
-    if "cannot be told" in text:  # which rank is wrong
+    """Return the cause in the words of ranks; None for other texts."""
+    if "cannot be told" in text:  # "which one is wrong cannot be told"
         return Failure(text, "hang")
     if re.search("only some ranks call|different numbers of steps", text):
         of_rank = _CLOSING_RANK.match(text)
@@ -251,7 +251,7 @@ def _read_cause(text: str) -> Failure | None:
 
 
 def read_launch_error(line: str) -> Failure | None:
-    """Return what a rank says to people that could not start; None if it follows another one."""
+    """Return the failure of a rank that could not start; None if it follows another failure."""
     message = split_labels(line).message
     name, marker, text = message.partition("LaunchError: ")
     if not marker or name or text.startswith("this rank ("):
@@ -267,35 +267,35 @@ def read_launch_error(line: str) -> Failure | None:
 
 
 def detail(line: str) -> str:
-    """Return which parameters a message of DDP names; "" in other lines."""
+    """Return the parameters that a DDP message names; "" for other lines."""
     found = _DETAIL.search(line)
     return found[0].strip()[:200] if found else ""
 
 
 def is_by_slurm(line: str) -> bool:
-    """Whether Slurm says that a host has no memory left: then it ends the ranks of all hosts."""
+    """Whether Slurm reports a host without memory, and therefore ends the ranks of all hosts."""
     return _BY_SLURM.search(line) is not None
 
 
 def is_for_people(line: str) -> bool:
-    """Whether a line repeats what the kit has written as a Failure."""
+    """Whether a line repeats a Failure of the kit for people."""
     return any(map(_FOR_PEOPLE.match, (line, split_labels(line).message)))
 
 
 def cause_of(failure: Failure) -> FailureCause:
-    """Return the row for what the kit says, with its words where they say more than the row."""
+    """Return the row for a failure of the kit, with its words if they say more than the row."""
     found = match(failure.text)
     cause = found[0] if found else None
     if cause is None or cause.name == "unknown" or failure.kind in _ALWAYS:
         name = _ROWS.get(failure.kind, "kit_message")
         cause = next(row for row in CAUSES if row.name == name)
     if cause.name == "unknown" and (status := re.search(r"exit status (\d+)", failure.text)):
-        if 1 < int(status[1]) < 128:  # 1 is that of every exception
+        if 1 < int(status[1]) < 128:  # every exception exits with status 1
             cause = next(row for row in CAUSES if row.name == "exit_status")
     if failure.kind in ("exception", "status") or cause.name == "exit_status":
         return cause
     cause = replace(cause, meaning=failure.text[:600], reporter="kit")
-    if failure.kind == "killed":  # the launcher's report of its end says more
+    if failure.kind == "killed":  # the launcher's report of its end has more details
         cause = replace(cause, level=CauseLevel.CONSEQUENCE, explained_by=("killed", "crash"))
     return cause
 
@@ -306,7 +306,7 @@ def reports_exit(line: str) -> bool:
 
 
 def _held_by_another_process(line: str) -> bool:
-    """Whether more than half of a GPU's memory is in use, but not by this process."""
+    """Whether other processes use more than half of a GPU's memory."""
     found = _GPU_MEMORY.search(line)
     if not found:
         return False

@@ -1,4 +1,4 @@
-"""Find in the output of a job which rank failed first, on which host and why.
+"""Find in a job's output which rank failed first, on which host and why.
 
 The output is read as a stream. Lines without a sign of a failure are skipped; the others are
 compared with the table of causes.
@@ -46,10 +46,10 @@ _RESTART = {
     False: "does not help: the job would fail again",
     None: "may help; the output does not show whether it does",
 }
-_LONGEST_LINE = 1 << 16  # bytes
-_RECENT_LINES = 50  # a line without a time has the last one printed in so many lines before it
+_LONGEST_LINE = 1 << 16  # bytes that are read of a line
+_RECENT_LINES = 50  # a line without a time takes the latest time in so many lines before it
 
-_VARYING = b"0123456789.-+# "  # what differs between the lines that each step prints
+_VARYING = b"0123456789.-+# "  # characters that vary between lines printed by each step
 _MOST_SHAPES = 100_000
 # "2024-07-24 12:01:00,5", c10's "E724 08:34:00.94", "08:34:00"
 _TIME = re.compile(
@@ -57,27 +57,27 @@ _TIME = re.compile(
 )
 _FILE_RANK = re.compile(r"rank[-_.]?(\d+)")
 _TRACEBACK = "Traceback (most recent call last)"
-_LINES_OF_CHAIN = 100  # between two exceptions of one failure
-_LONGEST_TRACEBACK = 500  # lines, with those of other ranks between
-# What ddpkit launch says of a restart that would fail, too.
+_LINES_OF_CHAIN = 100  # lines between two exceptions of one failure
+_LONGEST_TRACEBACK = 500  # lines of a traceback, including other ranks' lines in between
+# Words of ddpkit launch about a restart that would fail, too.
 _FAILS_AGAIN = re.compile(r"the same failure twice|\d+ failures without a new checkpoint")
-_HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # what `hostname` prints at the top of a job
+_HOST_NAME = re.compile(r"[a-z][a-z-]*\d+[\w.-]*")  # line of `hostname` at the top of a job
 
 
 @dataclass
 class LogFinding:
-    """The lines of one file that show one cause. named: their ranks and hosts, in order."""
+    """The lines of one file that show one cause. named: ranks and hosts in them, in order."""
 
     cause: FailureCause
     file: str
-    line_number: int  # of the first line, as what follows
+    line_number: int  # number of the first line; later fields refer to it, too
     line: str
     last_line_number: int
-    position: tuple[int, int]  # number of the file, line
-    date: tuple[int, int] | None  # month and day
-    seconds: float | None  # since midnight
+    position: tuple[int, int]  # (number of the file, line)
+    date: tuple[int, int] | None  # (month, day)
+    seconds: float | None  # seconds since midnight
     named: list[Place] = field(default_factory=list)
-    detail: str = ""  # which parameters the message names
+    detail: str = ""  # parameters that the message names
 
     @property
     def key(self) -> tuple[str, CauseLevel, str]:
@@ -86,18 +86,18 @@ class LogFinding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a job failed. rank, host: which failed first; None where the output does not show it."""
+    """Why a job failed. rank, host: the first to fail; None if the output does not show it."""
 
     finding: LogFinding
     rank: int | None
     host: str | None
-    others: tuple[LogFinding, ...]  # what else was found, in the order of the files
-    restarts: tuple[str, ...] = ()  # of the ranks by ddpkit launch: "restart 1 without n2, ..."
-    no_restart: str = ""  # why ddpkit launch did not start the ranks again
+    others: tuple[LogFinding, ...]  # other findings, in the order of the files
+    restarts: tuple[str, ...] = ()  # restarts by ddpkit launch: "restart 1 without n2, ..."
+    no_restart: str = ""  # why ddpkit launch did not restart the ranks
 
     @property
     def cause(self) -> FailureCause:
-        """The row, and what the output says beyond it."""
+        """The row, with additions from the output."""
         row, detail = self.finding.cause, self.finding.detail
         if row.restart is None and _FAILS_AGAIN.match(self.no_restart):
             row = replace(row, restart=False)
@@ -109,14 +109,14 @@ _EXCEPTION_ROW = next(row for row in CAUSES if row.name == EXCEPTION)
 
 
 def _key(cause: FailureCause) -> tuple[str, CauseLevel, str]:
-    """Identify a cause. The kit's messages are cut at different lengths."""
+    """Return a key for a cause. The kit's messages may be cut at different lengths."""
     return cause.name, cause.level, cause.meaning[:150]
 
 
 def diagnose(files: Sequence[tuple[BinaryIO, str]]) -> Diagnosis | None:
     """Return why a job failed, from its output files and their names.
 
-    None: no line shows a failure, and one shows the end of the job.
+    None: no line shows a failure, and one line shows the end of the job.
     """
     reader = _Reader()
     for number, (stream, name) in enumerate(files):
@@ -126,7 +126,7 @@ def diagnose(files: Sequence[tuple[BinaryIO, str]]) -> Diagnosis | None:
 
 @dataclass
 class _Exit:
-    """The end of a process, as a launcher reports it."""
+    """A launcher's report of a process's end."""
 
     place: Place = Place()
     time: str = ""  # "2026-07-24_08:33:05"
@@ -134,9 +134,9 @@ class _Exit:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line, its file and number, and the lines up to it.
+    """A line with its file and number, and the lines up to it.
 
-    is_exception: it is the last one of a traceback.
+    is_exception: whether it ends a traceback.
     """
 
     text: str
@@ -148,7 +148,7 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Ending:
-    """How a file ends. own_end: the number of the line in which the job reports its own end, or 0.
+    """The end of a file. own_end: number of the line where the job reports its own end; 0: none.
 
     last: the last line that is not empty; None in an empty file.
     """
@@ -160,21 +160,21 @@ class _Ending:
 
 class _Reader:
     def __init__(self) -> None:
-        self._findings: dict[tuple[object, int], LogFinding] = {}  # by cause and file
-        self._endings: list[_Ending] = []  # of each file
+        self._findings: dict[tuple[object, int], LogFinding] = {}  # (cause, file) -> finding
+        self._endings: list[_Ending] = []  # one for each file
         self._places = Places()
         self._first_exit: _Exit | None = None
-        self._root_causes: list[_Exit] = []  # of torchrun's agents
-        self._first_agent = ""  # the host of the agent that ended first
-        self._has_failure = False  # a line that the kit has written for programs
+        self._root_causes: list[_Exit] = []  # reported by torchrun's agents
+        self._first_agent = ""  # host of the torchrun agent that ended first
+        self._has_failure = False  # whether the kit has written a line for programs
         self._restarts: list[str] = []
         self._no_restart = ""
-        # The last line of the launch, or else the first one of a rank that could not start: what it
-        # says, and a line to be noted.
+        # (failure, line to note): the launch's closing line, or else the first line of a rank that
+        # could not start.
         self._closing: tuple[Failure, _Line] | None = None
         self._launch_error: tuple[Failure, _Line] | None = None
-        self._reported: tuple[Failure, _Line] | None = None  # by a rank without ddpkit launch
-        self._has_started = False  # ddpkit launch has started ranks
+        self._reported: tuple[Failure, _Line] | None = None  # from a rank without ddpkit launch
+        self._has_started = False  # whether ddpkit launch has started ranks
 
     def read(self, stream: BinaryIO, name: str, number: int) -> None:
         label = _FILE_RANK.search(os.path.basename(name))
@@ -202,7 +202,7 @@ class _Reader:
         number: int,
         file_rank: int | None,
     ) -> None:
-        """Note the end of a file, and a line near it that mentions an error."""
+        """Record the end of a file, and a line near it that mentions an error."""
         lines = [(at, line[:_LONGEST_LINE].decode(errors="replace")) for at, line in last_lines]
         written = {at: line for at, line in lines if line.strip()}
         num_lines, last = lines[-1][0] if lines else 0, None
@@ -224,7 +224,7 @@ class _Reader:
                 self._add(_WORD_ROW, _Line(written[at], name, (number, at), b""))
 
     def _forget(self, number: int) -> None:
-        """Forget what the lines of a file have shown until now."""
+        """Forget what the lines of a file have shown so far."""
         self._findings = {
             key: previous for key, previous in self._findings.items() if key[1] != number
         }
@@ -233,7 +233,7 @@ class _Reader:
         self._has_failure, self._no_restart = False, ""
 
     def _note_for_people(self, line: _Line) -> None:
-        """Note what the kit says to people, in case the line for programs is not in the output."""
+        """Record the kit's messages for people, in case the output lacks the line for programs."""
         if "ddpkit launch: " in line.text:
             said = read_closing_line(line.text, has_started=self._has_started)
             self._has_started = self._has_started or " ranks on " in line.text
@@ -244,7 +244,7 @@ class _Reader:
             self._reported = said, line
 
     def _note(self, line: _Line, failure: Failure | None, file_rank: int | None) -> None:
-        """Note what a line shows. failure: what the kit has written or said in it."""
+        """Record what a line shows. failure: the kit's own failure in it, if any."""
         text = line.text
         place = Place(failure.rank, failure.host) if failure else place_of(text)
         self._has_failure |= failure is not None
@@ -281,7 +281,7 @@ class _Reader:
             finding.named.append(place)
 
     def _add(self, cause: FailureCause, line: _Line) -> LogFinding:
-        """Return the finding of a cause in a file, of which a line is the last one until now."""
+        """Return a cause's finding in a file, extended by this line."""
         key = _key(cause), line.position[0]
         number = line.position[1]
         if key not in self._findings:
@@ -293,7 +293,7 @@ class _Reader:
         return self._findings[key]
 
     def _note_exit(self, text: str, place: Place) -> None:
-        """Note the ends of processes that launchers report; torchrun does so in several lines."""
+        """Record ends of processes that launchers report; torchrun uses several lines for one."""
         message = split_labels(text).message
         in_torchrun_summary = re.match("  (time|host|rank)  ", message) is not None
         if "Root Cause (first" in text:
@@ -338,7 +338,7 @@ class _Reader:
         )
 
     def _unfinished(self) -> Diagnosis:
-        """Return what is said of an output without a failure and without the end of the job."""
+        """Return the diagnosis for an output that shows neither a failure nor the job's end."""
         last = next((ending.last for ending in reversed(self._endings) if ending.last), None)
         text, name, position = (
             (last.text, last.name, last.position) if last else ("", "the output", (0, 0))
@@ -348,7 +348,7 @@ class _Reader:
         return Diagnosis(finding, None, None, (), tuple(self._restarts), self._no_restart)
 
     def _went_on_after(self, finding: LogFinding) -> bool:
-        """Whether a job went on after a warning, or then reports its own end."""
+        """Whether a job went on after a warning, or reports its own end later."""
         if finding.position[0] >= len(self._endings):
             return False
         ending, level = self._endings[finding.position[0]], finding.cause.level
@@ -360,7 +360,7 @@ class _Reader:
         return is_far and level is not CauseLevel.CONSEQUENCE
 
     def _of_memory(self, findings: Sequence[LogFinding]) -> tuple[int | None, str | None]:
-        """Return which rank and host had no memory left, by all lines that say so."""
+        """Return the rank and host without memory, from all lines about it."""
         of_memory = [finding for finding in findings if finding.cause.name == "host_oom"]
         named = [self._places.resolve(place) for finding in of_memory for place in finding.named]
         host = next((host for _, host in named if host), None)
@@ -373,10 +373,10 @@ class _Reader:
         return rank, host
 
     def _exit(self) -> tuple[int | None, str | None]:
-        """Return rank and host of the process that ended first, as far as launchers report it."""
+        """Return rank and host of the process that ended first, as launchers report it."""
         first_exit = min(
             self._root_causes,
-            # torchrun counts seconds: of equal times, its first agent's
+            # torchrun's times are whole seconds; if equal, its first agent's process counts
             key=lambda cause: (cause.time, cause.place.host != self._first_agent),
             default=self._first_exit,
         )
@@ -385,7 +385,7 @@ class _Reader:
     def _rank_and_host(
         self, finding: LogFinding, same: Sequence[LogFinding]
     ) -> tuple[int | None, str | None]:
-        """Return which rank and host failed first. same: the findings of the cause in all files."""
+        """Return the rank and host that failed first. same: the cause's findings in all files."""
         resolve = self._places.resolve
         named = [resolve(place) for place in finding.named]
         if len(same) > 1 and any(finding.seconds is None for finding in same):
@@ -419,10 +419,10 @@ def _only(hosts: set[str]) -> str | None:
 
 
 def _explains(finding: LogFinding, other: LogFinding) -> bool:
-    """Whether a finding is the reason of another one.
+    """Whether a finding is the reason for another one.
 
-    A crash may also be how a rank ends after it has lost another one. An exception of a rank may be
-    raised because of another one, which a traceback shows before or after it.
+    A rank may end with a crash after it has lost another rank. An exception may also be raised
+    because of another one, which the traceback shows before or after it.
     """
     if finding.cause.name not in other.cause.explained_by:
         return False
@@ -436,13 +436,13 @@ def _explains(finding: LogFinding, other: LogFinding) -> bool:
 
 
 def _first(findings: Sequence[LogFinding]) -> LogFinding:
-    """Return the finding of the lowest level that is the first in time, or else in the files."""
+    """Return the earliest finding of the lowest level, by time or else by place in the files."""
     level = min(finding.cause.level for finding in findings)
     return _in_order([finding for finding in findings if finding.cause.level == level])[0]
 
 
 def _in_order(findings: Sequence[LogFinding]) -> list[LogFinding]:
-    """Sort findings by time where all have one, else by their place in the files."""
+    """Sort findings by time if all have one, else by their place in the files."""
     timed = all(finding.seconds is not None for finding in findings)
     dated = all(finding.date for finding in findings)
 
@@ -454,7 +454,7 @@ def _in_order(findings: Sequence[LogFinding]) -> list[LogFinding]:
 
 
 def _last_time(text: bytes) -> tuple[tuple[int, int] | None, float | None]:
-    """Return the date (month and day) and the seconds of the day of the last time in a text."""
+    """Return the latest time in a text, as a date (month, day) and seconds since midnight."""
     times = list(_TIME.finditer(text))
     if not times:
         return None, None
@@ -477,7 +477,7 @@ def exit_status(found: Diagnosis | None) -> int:
 
 
 def summary(found: Diagnosis, *, after_output: bool = False) -> str:
-    """Describe a diagnosis in one line. after_output: the kit's own words are just above it."""
+    """Describe a diagnosis in one line. after_output: the kit's own message is just above it."""
     where, cause = _where(found), found.cause
     sentences = [f"{where + ': ' if where else ''}{cause.name}"]
     if not (after_output and cause.reporter == "kit"):
@@ -517,7 +517,7 @@ def describe(found: Diagnosis | None) -> str:
 
 
 def _describe_restarts(found: Diagnosis) -> str:
-    """Return what ddpkit launch has done itself, before the last failure and after it."""
+    """Return what ddpkit launch itself has done before and after the last failure."""
     count = len(found.restarts)
     times = f"The ranks were started again {count} time{'s' * (count > 1)}"
     before = f"{times} before it ({'; '.join(found.restarts)})" if count else ""
@@ -555,18 +555,18 @@ def as_dict(found: Diagnosis | None) -> dict[str, object]:
 def _lines_of_interest(
     stream: BinaryIO, last_lines: deque[tuple[int, bytes]]
 ) -> Iterator[tuple[int, str, bytes, bool]]:
-    """Yield number, text, the lines up to it, and whether it ends a traceback, of some lines.
+    """Yield for lines of interest: number, text, the lines up to it, whether it ends a traceback.
 
-    These are the first line, those that hold a keyword, and the exception at the end of a
-    traceback. Most lines differ only by their numbers from an earlier one without a keyword.
-    last_lines: gets the last ones, each with its number.
+    These are the first line, each line with a keyword, and the exception at the end of a
+    traceback. Most lines differ only in their numbers from an earlier line without a keyword.
+    last_lines: receives the latest lines, each with its number.
     """
     keywords, number = _digitless_keywords(), 0
-    dull = set[bytes]()  # lines without a keyword, without what varies
+    dull = set[bytes]()  # shapes of lines without a keyword
     tracebacks = _OpenTracebacks()
     are_open, note_last = tracebacks.lines_left, last_lines.append  # attributes cost time per line
     for lines in stream:
-        for line in lines.rstrip(b"\r\n").split(b"\r"):  # progress bars
+        for line in lines.rstrip(b"\r\n").split(b"\r"):  # parts of a progress bar
             number += 1
             note_last((number, line))
             shape = line.translate(None, _VARYING)
@@ -582,13 +582,13 @@ def _lines_of_interest(
 
 
 class _OpenTracebacks:
-    """The tracebacks whose last line, the exception, has not come yet, by the labels of lines."""
+    """Tracebacks whose last line, the exception, is still missing; identified by line labels."""
 
     def __init__(self) -> None:
-        self.lines_left: dict[str, int] = {}  # by label, until a traceback is given up
+        self.lines_left: dict[str, int] = {}  # label -> lines until the traceback is given up
 
     def ends_one(self, text: str) -> bool:
-        """Note a line; return whether it is the exception at the end of a traceback."""
+        """Read a line; return whether it is the exception at the end of a traceback."""
         message = split_labels(text).message
         label = text[: len(text) - len(message)]
         if message.startswith(_TRACEBACK):
@@ -608,7 +608,7 @@ class _OpenTracebacks:
 
 @cache
 def _digitless_keywords() -> tuple[bytes, ...]:
-    """Return texts one of which is in each line of interest, whatever its numbers are."""
+    """Return texts such that every line of interest has one of them, whatever its numbers are."""
     parts = (max(re.split(r"\d", keyword), key=len) for keyword in keywords())
     encoded = {part.encode() for part in parts}
     return tuple(part for part in encoded if not any(other in part for other in encoded - {part}))

@@ -1,4 +1,4 @@
-"""Connect the hosts of a check with each other: addresses, listeners, and an exchange of data."""
+"""Connect the hosts of a check with each other: addresses, listeners, exchange of data."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .check import Exchange, RankPlace, Ranks
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 SHOWN_HOSTS = 8
-ALL_PAIRS_HOSTS = 32  # up to this number each host is measured with each
+ALL_PAIRS_HOSTS = 32  # up to this number, each host is measured with every other one
 NO_DATA = ("sent data do not arrive", "data do not return")
 _BACKLOG = 1024
 _CONNECT_SECONDS = 4.0
-_BULK_BYTES = 12_000  # packets of full size, without waiting for an acknowledgement
+_BULK_BYTES = 12_000  # full-size packets, without waiting for an acknowledgement
 
 
 def data_address(address: str = "", environ: Mapping[str, str] = os.environ) -> str:
     """Return the address that this rank's collectives use.
 
-    It belongs to the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if one is set there,
-    and not loopback, see interface_problem().
-    address: this host's address on the way to rank 0, which counts otherwise.
+    It belongs to the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if that is set there
+    and is not loopback; see interface_problem().
+    address: this host's address on the way to rank 0, the default.
     """
     present = {
         name: address
@@ -65,9 +65,9 @@ def nccl_interfaces(value: str, present: Iterable[str]) -> list[str]:
 
 
 def interface_problem(environ: Mapping[str, str] = os.environ, *, hosts: int = 1) -> str:
-    """Return why gloo or NCCL find no interface on this host that leads to the others.
+    """Return why gloo or NCCL finds no interface on this host that leads to the others; or "".
 
-    Returns "" if they find one. hosts: of this run.
+    hosts: number of hosts in this run.
     """
     host, present = socket.gethostname(), [name for _, name in socket.if_nameindex()]
     of_gloo, of_nccl = environ.get("GLOO_SOCKET_IFNAME", ""), environ.get("NCCL_SOCKET_IFNAME", "")
@@ -99,13 +99,13 @@ def listen(address: str) -> socket.socket:
 
 
 def serve(listener: socket.socket, respond: Callable[[socket.socket], None]) -> None:
-    """Call respond() with each connection, each in a thread, until the listener is closed."""
+    """Call respond() for each connection, in separate threads, until the listener is closed."""
 
     def respond_once(connected: socket.socket) -> None:
         with connected:
             try:
                 respond(connected)
-            except OSError:  # the other end reports it
+            except OSError:  # the other side reports it
                 pass
 
     def accept() -> None:
@@ -121,7 +121,7 @@ def serve(listener: socket.socket, respond: Callable[[socket.socket], None]) -> 
 
 
 def stop(listener: socket.socket) -> None:
-    """Close a listener, also where a thread waits for a connection."""
+    """Close a listener, even if a thread waits for a connection."""
     try:
         listener.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -130,9 +130,9 @@ def stop(listener: socket.socket) -> None:
 
 
 def connect_hosts(ranks: Ranks, address: str) -> Exchange[dict[int, str]]:
-    """Exchange 12 KB in both directions with the partners of this host, while they do so.
+    """Exchange 12 KB in both directions with this host's partners, while they do the same.
 
-    address: of this host. Returns for the number of each host that listens the problem or "". Only
+    address: this host's. Returns host number -> problem or "", for each host that listens. Only
     the first rank of a host connects.
     """
     is_first = ranks.me.local_rank == 0
@@ -179,12 +179,12 @@ def _exchange(address: str, port: int) -> str:
 
 
 def respond(connected: socket.socket) -> None:
-    """Serve the other end of _exchange()."""
+    """Serve the other side of _exchange()."""
     connected.settimeout(2 * _CONNECT_SECONDS)
     _receive(connected, _BULK_BYTES)
     connected.sendall(b"r")
     connected.sendall(bytes(_BULK_BYTES))
-    connected.recv(1)  # until the other end has closed
+    connected.recv(1)  # returns when the other side has closed
 
 
 def _receive(connected: socket.socket, size: int) -> None:
@@ -198,9 +198,9 @@ def _receive(connected: socket.socket, size: int) -> None:
 def in_threads(
     jobs: Mapping[Key, Callable[[], Value]], seconds: float, threads: int = 64
 ) -> dict[Key, Value]:
-    """Run functions in threads; return the results that there are after a time limit.
+    """Run functions in threads; return the results that exist after a time limit.
 
-    What takes longer goes on in the background, and does not keep the process from ending.
+    Unfinished functions go on in the background, and do not keep the process from ending.
     """
     waiting: queue.SimpleQueue[tuple[Key, Callable[[], Value]]] = queue.SimpleQueue()
     finished: queue.SimpleQueue[tuple[Key, Value]] = queue.SimpleQueue()
@@ -231,7 +231,7 @@ def in_threads(
 def partners(hosts: int, node: int) -> list[int]:
     """Return the hosts that a host exchanges data with: all others, or some of many.
 
-    Of many: those at the distances 1, 2, 4, ... on a ring of all hosts.
+    For many hosts: those at the distances 1, 2, 4, ... on a ring.
     """
     if hosts <= ALL_PAIRS_HOSTS:
         return [other for other in range(hosts) if other != node]
@@ -250,7 +250,7 @@ def names_of(hosts: Sequence[str]) -> str:
 
 
 def show(places: Sequence[RankPlace]) -> str:
-    """Return "rank 3 on h2", or "ranks 2, 3 on h2 and 4, 5 on h3", at most eight of them."""
+    """Return "rank 3 on h2", or "ranks 2, 3 on h2 and 4, 5 on h3", with at most eight ranks."""
     on_host: dict[str, list[int]] = {}
     for place in places[:SHOWN_HOSTS]:
         on_host.setdefault(place.host, []).append(place.rank)

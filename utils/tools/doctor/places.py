@@ -1,4 +1,4 @@
-"""Which rank runs on which host, as far as lines of the output show it."""
+"""Find which rank runs on which host, as far as lines of the output show it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .labels import HOST, split_labels
 _RANK_AND_HOST = tuple(
     re.compile(pattern.format(rank=r"(?P<rank>\d+)", host=rf"(?P<host>{HOST})"))
     for pattern in (
-        " on rank {rank} on {host}: ",  # in a message that the kit has logged
+        " on rank {rank} on {host}: ",  # messages that the kit logs
         r"\[rank {rank}/\d+ {host}\] ",
     )
 )
-# The number is that of a process of the launcher: of a rank, or of an agent of torchrun.
+# The launcher's number of a process, which is a rank or one of torchrun's agents.
 _TASK_AND_HOST = tuple(
     re.compile(pattern.format(task=r"(?P<task>\d+)", host=rf"(?P<host>{HOST})"))
     for pattern in (
@@ -39,7 +39,7 @@ _HOST = re.compile(
     rf"|executed on host\(s\) <(?:\d+\*)?({HOST})>, in queue"
 )
 _LOCAL_RANK = re.compile(r"^  rank +: (\d+) \(local_rank: (\d+)\)")
-# What torchrun prints, or what shows that it has started the ranks: a task is one of its agents.
+# Lines that torchrun prints, or that show it has started the ranks: a task is then an agent.
 _TORCHRUN = re.compile(
     r"torch[./]distributed[./]elastic[./]|ChildFailedError|\(local_rank: \d+\)|local_rank: \d+ \("
     r"|torch/distributed/run\.py|bin/torchrun|elastic_launch|^ *\d+: \[default\d+\]|\[default\d+\]:"
@@ -47,10 +47,10 @@ _TORCHRUN = re.compile(
 
 
 class Place(NamedTuple):
-    """Where a line comes from, or what it is about.
+    """The place that a line comes from, or is about.
 
-    task: the number that a launcher gave to a process: of a rank, or of an agent of torchrun.
-    local: the number of a rank on its host.
+    task: the launcher's number of a process, which is a rank or one of torchrun's agents.
+    local: number of a rank on its host.
     """
 
     rank: int | None = None
@@ -60,9 +60,9 @@ class Place(NamedTuple):
 
 
 def place_of(line: str) -> Place:
-    """Return what a line is about, or what its labels name.
+    """Return the place a line is about, else the place in its labels.
 
-    Rank and host are of one process: they stand in the same place, or in the labels of one line.
+    Rank and host belong to one process: they are next to each other, or in labels of one line.
     """
     for pattern in _RANK_AND_HOST:
         if both := pattern.search(line):
@@ -83,7 +83,7 @@ def place_of(line: str) -> Place:
 
 
 def tasks_of_host(line: str) -> tuple[str, list[int]]:
-    """Return host and numbers of "srun: error: n7: tasks 0-2,5: Killed"; none of other lines."""
+    """Return host and numbers in "srun: error: n7: tasks 0-2,5: Killed"; none for other lines."""
     found = _TASKS_OF_HOST.search(line)
     if not found:
         return "", []
@@ -107,23 +107,23 @@ def differs_from_local_rank(line: str) -> bool:
 
 
 class Places:
-    """Which rank runs on which host, as far as single lines name both."""
+    """Knows which rank runs on which host, as far as single lines name both."""
 
     def __init__(self) -> None:
-        self.hosts: set[str] = set()  # that any line names
+        self.hosts: set[str] = set()  # hosts that any line names
         self._host_of_rank: dict[int, str] = {}
         self._host_of_task: dict[int, str] = {}
-        self._by_torchrun = False  # a task is an agent
+        self._by_torchrun = False  # a task is then an agent
         self._several_hosts = False
 
     @property
     def hosts_without_rank(self) -> set[str]:
-        """The host, if all lines name the same, and none a rank or task on it."""
+        """The host, if all lines name the same one, and none names a rank or task on it."""
         is_free = len(self.hosts) == 1 and not self._host_of_rank and not self._host_of_task
         return self.hosts if is_free else set()
 
     def note(self, text: str, place: Place) -> None:
-        """Note what a line names."""
+        """Record the names in a line."""
         self._by_torchrun = self._by_torchrun or is_by_torchrun(text)
         self._several_hosts = self._several_hosts or differs_from_local_rank(
             split_labels(text).message
@@ -144,7 +144,7 @@ class Places:
         if rank is None and not self._by_torchrun:
             rank = place.task
         if rank is None and len(self.hosts) < 2 and not self._several_hosts:
-            rank = place.local  # else each host has a rank with that number
+            rank = place.local  # otherwise each host has a rank with that number
         if host is None and rank is not None:
             host = self._host_of_rank.get(rank)
             if host is None and not self._by_torchrun:

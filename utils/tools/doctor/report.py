@@ -1,4 +1,4 @@
-"""The results of all checks, as a table, as one line, or as JSON."""
+"""The results of all checks, as a table, a single line, or JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LABELS = {Level.GOOD: "good", Level.WARNING: "WARNING", Level.BAD: "BAD"}
 
 @dataclass
 class FindingsOfCheck:
-    """The findings of one check; seconds: how long it took."""
+    """The findings of one check. seconds: how long it took."""
 
     name: str
     findings: list[Finding] = field(default_factory=list)
@@ -23,7 +23,7 @@ class FindingsOfCheck:
 
     @property
     def level(self) -> Level:
-        """That of the most serious finding."""
+        """The level of the most serious finding."""
         return max((finding.level for finding in self.findings), default=Level.GOOD)
 
 
@@ -31,8 +31,8 @@ class FindingsOfCheck:
 class Report:
     """The results of a run of `doctor`.
 
-    launcher: its name, or "" without one. job_hosts: the number of hosts, where not all have
-    joined; 0: that of the ranks.
+    launcher: its name, or "" without one. job_hosts: number of the job's hosts, if some have not
+    joined; 0: only the ranks' hosts count.
     """
 
     everyone: Sequence[RankPlace]
@@ -43,15 +43,15 @@ class Report:
 
     @property
     def level(self) -> Level:
-        """That of the most serious finding; it is the exit status."""
+        """The level of the most serious finding, which is also the exit status."""
         return max((result.level for result in self.results), default=Level.GOOD)
 
     @property
     def hosts_to_exclude(self) -> dict[str, str]:
         """The hosts that a later job should avoid, each with the first reason.
 
-        None where most hosts of a job are bad: then these have a cause in common, such as the file
-        system or the environment, and the next job would have no better ones.
+        Empty if most hosts of a job are bad. They then share a cause, such as the file system or
+        the environment, and the next job would have no better hosts.
         """
         return {} if self._most_are_bad else self.bad_hosts
 
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def bad_hosts(self) -> dict[str, str]:
-        """The hosts that a check found bad themselves, each with the first reason."""
+        """The hosts that a check found bad, each with the first reason."""
         reasons: dict[str, str] = {}
         for result in self.results:
             for finding in result.findings:
@@ -134,7 +134,7 @@ class Report:
 
 
 def _row(result: FindingsOfCheck) -> str:
-    """Return what the table says about a check."""
+    """Return the table's text about a check."""
     if result.level is Level.GOOD:
         return "; ".join(finding.message for finding in result.findings)
     count = sum(finding.level is not Level.GOOD for finding in result.findings)

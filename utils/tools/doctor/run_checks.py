@@ -1,6 +1,6 @@
 """Run the checks of `doctor` on the ranks of this launch, or on this host alone.
 
-All ranks collect facts, check by check; rank 0 concludes and prints the report.
+All ranks collect facts, check by check; rank 0 draws conclusions and prints the report.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .doctor_exchange import EARLIER_SECONDS, Lead, Rank0Lost, join
 from .networking import names_of, show
 from .report import LABELS, FindingsOfCheck, Report
 
-_LAUNCH = "launch"  # the name of the check that the runner itself does
+_LAUNCH = "launch"  # name of the check that the runner itself makes
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What the command line requests, the same on all ranks.
+    """The request on the command line, equal on all ranks.
 
     only: names of checks; empty: all.
     """
@@ -57,7 +57,7 @@ class CheckOptions:
 
 
 def all_checks(options: CheckOptions) -> list[Check[Any]]:
-    """Return every check, in the order in which they run."""
+    """Return all checks in the order in which they run."""
     return [
         PlacementCheck(),
         Equality(),
@@ -80,7 +80,7 @@ def names() -> list[str]:
 def main(options: CheckOptions) -> int:
     """Run the checks; print the report on rank 0. Return 0 for good, 1 for WARNING, 2 for BAD.
 
-    The other ranks return 0, because rank 0's status is that of the job.
+    The other ranks return 0, because the job's status is rank 0's.
     """
     start = time.monotonic()
     try:
@@ -106,12 +106,12 @@ def _lead(lead: Lead, options: CheckOptions, start: float) -> int:
     _print(report, options)
     lead.close()
     if report.level:
-        time.sleep(0.5)  # the other ranks end first: this status would end them
+        time.sleep(0.5)  # the other ranks end first, because this status would end them
     return int(report.level)
 
 
 def _launch_result(lead: Lead) -> FindingsOfCheck:
-    """Return what the start of the ranks has shown."""
+    """Return the findings from the start of the ranks."""
     remedy = "Correct it, or it will slow down or confuse the start of a training"
     notes = [Finding(Level.WARNING, note, remedy) for note in lead.notes]
     ranks, hosts = len(lead.everyone), len({place.node for place in lead.everyone})
@@ -150,9 +150,9 @@ def _print(report: Report, options: CheckOptions) -> None:
 
 
 def _failed_launch(error: Exception, options: CheckOptions, start: float) -> int:
-    """Report why the ranks did not join: on rank 0, and on a rank that has not reached it."""
+    """Report why the ranks did not join: on rank 0, and on a rank that has not reached rank 0."""
     if getattr(error, "reported_by_rank_0", False):
-        time.sleep(EARLIER_SECONDS)  # rank 0 ends first, with its own status
+        time.sleep(EARLIER_SECONDS)  # lets rank 0 end first, with its own status
         return int(Level.BAD)
     message = str(error).rstrip(".")
     if _rank():
@@ -171,12 +171,12 @@ def _failed_launch(error: Exception, options: CheckOptions, start: float) -> int
     results = [FindingsOfCheck(_LAUNCH, [finding])]
     report = Report((), "", results, time.monotonic() - start, job_hosts)
     _print(report, options)
-    time.sleep(1)  # the other ranks print what they have seen
+    time.sleep(1)  # gives other ranks time to print their results
     return int(Level.BAD)
 
 
 def _rank() -> int | None:
-    """Return this process's rank; None where that is the problem."""
+    """Return this process's rank; None if that is the problem."""
     try:
         return find_launcher().placement.rank
     except LaunchError:
@@ -186,9 +186,9 @@ def _rank() -> int | None:
 def _absent_hosts(message: str) -> tuple[list[str], int]:
     """Return the hosts of this job where no rank has joined, as far as the message shows it.
 
-    The second item is the number of all hosts of the job; 0 where it is unknown.
+    The second item is the number of the job's hosts; 0 if it is unknown.
     """
-    if "did not join" not in message or "..." in message:  # not all of them are named
+    if "did not join" not in message or "..." in message:  # the message does not name all of them
         return [], 0
     try:
         allocation = current_allocation(query=False)
@@ -204,7 +204,7 @@ def _absent_hosts(message: str) -> tuple[list[str], int]:
 
 
 class Steps:
-    """The part of this rank in the checks."""
+    """This rank's part in the checks."""
 
     def __init__(self, checks: Sequence[Check[Any]]) -> None:
         self._checks = {check.name: check for check in checks}
@@ -213,7 +213,7 @@ class Steps:
     def run(self, ranks: Ranks, name: str, values: list[Any] | None) -> dict[str, Any]:
         """Run the next step of a check; return its "value" for all ranks, "facts" or "error".
 
-        values: of all ranks; None for the first step.
+        values: from all ranks; None for the first step.
         """
         try:
             if values is None:
@@ -226,12 +226,12 @@ class Steps:
             return {"value": self._collecting.send(values)}
         except StopIteration as end:
             return {"facts": dataclasses.asdict(end.value)}
-        except Exception as error:  # of any check: the others go on
+        except Exception as error:  # a check may raise anything; the others go on
             return {"error": f"{type(error).__name__}: {error}"}
 
 
 def run_check(check: Check[Any], lead: Lead, missing: set[int]) -> FindingsOfCheck:
-    """Run one check on rank 0. missing: ranks that were reported as ended or hanging; changed."""
+    """Run one check on rank 0. missing: ranks reported as ended or hanging; changed here."""
     start = time.monotonic()
     members = {
         place.rank for place in lead.everyone if check.per == "rank" or place.local_rank == 0
@@ -275,7 +275,7 @@ def _conclude(
         elif report:
             try:
                 reported.append(Reported(place, check.facts(**report["facts"])))
-            except TypeError as error:  # other code of the kit, which equality.py reports
+            except TypeError as error:  # another version of the kit, which equality.py reports
                 errors.setdefault(f"its code of the kit differs ({error})", []).append(place)
 
     nodes = {place.node for place in everyone}
@@ -305,7 +305,7 @@ def _conclude(
 def _findings(name: str, conclude: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from conclude()
-    except Exception as error:  # a defect of one check must not hide the results of the others
+    except Exception as error:  # a defect in one check must not hide the others' results
         yield Finding(
             Level.WARNING,
             f"the facts about {name} could not be compared: {type(error).__name__}: {error}",
@@ -314,7 +314,7 @@ def _findings(name: str, conclude: Callable[[], Iterator[Finding]]) -> Iterator[
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Join findings that say the same of one host each."""
+    """Join findings that say the same about one host each."""
     alike: dict[Finding, list[Finding]] = {}
     for finding in findings:
         key = finding

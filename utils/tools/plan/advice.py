@@ -1,4 +1,4 @@
-"""Say what a prediction means: a report, a page with sliders, and one recommendation."""
+"""Explain a prediction: a report, a page with sliders, and one recommendation."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from .step_model import (
     Workload,
 )
 
-GOOD, LEAST = 0.8, 0.7  # target efficiency; efficiency below which to shard
-# The mean errors of predictions (docs/performance.md). A gain below them is no advice.
+GOOD, LEAST = 0.8, 0.7  # target efficiency; below the second, recommend sharding
+# Mean errors of predictions (docs/performance.md). A smaller gain is no reason for advice.
 STEP_ERROR, MEMORY_ERROR = 0.04, 0.01
 _PAGE = Path(__file__).with_name("page.html")
 _COLUMNS = ("GPUs", "step", "computation", "communication", "exposed", "sent", "efficiency")
 _SECONDS = _COLUMNS[2:5]
-_FACTORS = (2, 4, 8, 16, 32)  # of the micro-batch, or of the micro-steps
+_FACTORS = (2, 4, 8, 16, 32)  # tried multiples of the micro-batch, and of the micro-steps
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits into the memory of a GPU, and the recommendation that follows.
+    """What fits into a GPU's memory, and the recommendation that follows.
 
-    ddp: whether DDP can be used at all. this_batch: whether with this micro-batch. free: the
-    largest micro-batch that fits, as a multiple of this one; None where that is not known.
+    ddp: whether DDP can be used at all. this_batch: whether this micro-batch fits. free: the
+    largest micro-batch that fits, as a multiple of this one; None if unknown.
     """
 
     texts: tuple[str, ...] = ()
@@ -64,11 +64,11 @@ def memory_advice(
     largest: int | None = None,
     batch: int | None = None,
 ) -> Fit:
-    """Return what fits on a GPU, and the changes that make the training fit.
+    """Return what fits on a GPU, and changes that make the training fit.
 
-    memory: predicted bytes by category; capacity: usable bytes. complete: the activations are
-    included. passes: as memory, at the peak outside the optimizer. largest: samples of the
-    largest micro-batch that fits; batch: those of the present one; None where they are not known.
+    memory: predicted bytes by category; capacity: usable bytes. complete: whether activations are
+    included. passes: like memory, at the peak outside the optimizer. largest: samples in the
+    largest micro-batch that fits; batch: samples in the present one; None if unknown.
     """
     total = sum(memory.values())
     used = f"{bytes_text(total)} of the {bytes_text(capacity)} that are usable on {name}"
@@ -133,7 +133,7 @@ def memory_advice(
 def scaling_advice(
     work: Workload, network: Network, gpus: int, gradient_bytes: float, fit: Fit
 ) -> list[str]:
-    """Return what to do about scaling. gradient_bytes: of one element of a gradient."""
+    """Return what to do about scaling. gradient_bytes: bytes per element of a gradient."""
     if not fit.ddp:
         return ["The scaling is that of DDP, which does not fit. FSDP2 sends 1.5 times its bytes."]
     step = work.step(network, gpus)
@@ -147,7 +147,7 @@ def scaling_advice(
         return [f"{found}. Stay with DDP."]
 
     def helps(changed: Step) -> bool:
-        # What may be wrong about the computation is wrong about both.
+        # An error of the computation affects both steps alike.
         low, high = step.low_efficiency, step.efficiency
         gains = (changed.low_efficiency - low, changed.efficiency - high)
         return min(gains) > STEP_ERROR * low and (not work.predicted or max(gains) > high - low)
@@ -189,7 +189,7 @@ def _range(step: Step) -> str:
 
 
 def _waits(step: Step) -> str:
-    """Return for what a GPU waits in a step, without what is below the error of the step's time."""
+    """Return what a GPU waits for in a step, without waits below the error of the step's time."""
     causes = [
         f"{limit}{seconds_text(seconds)} for {cause}"
         for limit, seconds, cause in (
@@ -205,7 +205,7 @@ def _waits(step: Step) -> str:
 def _first_good(
     change: Callable[[int], Workload], factors: Sequence[int], network: Network, gpus: int
 ) -> tuple[int, Step]:
-    """Return the first factor that reaches the target, or the last one, with its step."""
+    """Return the first factor that reaches the target, else the last one, with its step."""
     for factor in factors:
         step = change(factor).step(network, gpus)
         if step.low_efficiency >= GOOD:
@@ -217,7 +217,7 @@ def _first_good(
 
 
 def table(plan: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of the scaling table, as they are printed."""
+    """Return the rows of the printed scaling table."""
     return [
         [
             str(row["gpus"]),
@@ -231,7 +231,7 @@ def table(plan: dict[str, Any]) -> list[list[str]]:
 
 
 def memory_rows(memory: Mapping[str, float]) -> list[list[str]]:
-    """Return the categories of memory that are in use, and their total, as they are printed."""
+    """Return the rows of the printed memory table: used categories, and their total."""
     sizes = {name: size for name, size in memory.items() if size}
     return [
         [name, bytes_text(size)] for name, size in (*sizes.items(), ("total", sum(memory.values())))
@@ -239,7 +239,7 @@ def memory_rows(memory: Mapping[str, float]) -> list[list[str]]:
 
 
 def limits(plan: dict[str, Any]) -> list[str]:
-    """Return up to how many GPUs the efficiency is good, as it is printed."""
+    """Return the printed lines about the number of GPUs up to which the efficiency is good."""
     most = max((row["gpus"] for row in plan["scaling"]), default=0)
     return [
         f"at least {float(level):.0%} on "
@@ -249,7 +249,7 @@ def limits(plan: dict[str, Any]) -> list[str]:
 
 
 def largest_text(largest: dict[str, Any]) -> str:
-    """Return the largest micro-batch that fits, as it is printed."""
+    """Return the printed line about the largest micro-batch that fits."""
     samples = largest["samples"]
     found = "unknown" if samples is None else f"{samples} samples" if samples else "none fits"
     if largest["data_ended"]:
@@ -260,7 +260,7 @@ def largest_text(largest: dict[str, Any]) -> str:
 
 
 def as_text(plan: dict[str, Any]) -> str:
-    """Return a report to read."""
+    """Return the report as text."""
     lines = [
         plan["title"],
         *([f"Assumed: {', '.join(plan['assumed'])}"] if plan["assumed"] else []),
@@ -288,9 +288,10 @@ def as_text(plan: dict[str, Any]) -> str:
 def page_data(
     plan: dict[str, Any], work: Workload, *, traced: bool, measured: bool
 ) -> dict[str, Any]:
-    """Return what the page shows: where its settings stand at first, and what is constant.
+    """Return the data of the page: initial settings, and constants.
 
-    traced: gradients and memory come from a trace. measured: the time of the computation is given.
+    traced: whether gradients and memory are from a trace. measured: whether the time of the
+    computation was given.
     """
     computation = work.computation
     largest = plan["largest_micro_batch"]
@@ -325,7 +326,7 @@ def page_data(
 
 
 def write_page(data: dict[str, Any], path: Path) -> None:
-    """Write the page with fields and sliders: one file, which works without a network."""
+    """Write the page with fields and sliders, a single file that works without a network."""
     text = json.dumps(data).replace("<", "\\u003c")  # a note may contain "</script>"
     page = _PAGE.read_text(encoding="utf-8").replace("/*DATA*/ null", text)
     path.write_text(page, encoding="utf-8")

@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 from decimal import ROUND_HALF_UP, Decimal
 
-MODEL_DIGITS = 2  # of what the model of a step predicts
-EXACT_DIGITS = 3  # of what follows from shapes: memory, and bytes that are sent
+MODEL_DIGITS = 2  # significant digits of times from the model of a step
+EXACT_DIGITS = 3  # significant digits of exact values: memory, and bytes that are sent
 _SMALL = (("1", ""), ("1e-3", "m"), ("1e-6", "µ"), ("1e-9", "n"))
 _LARGE = (("1e12", "T"), ("1e9", "G"), ("1e6", "M"), ("1e3", "k"), ("1", ""))
 
 
 def with_unit(value: float, unit: str, digits: int) -> str:
-    """Return "17 ms" or "2.96 GB", with so many significant digits; "0" below 1 ns or 1 B."""
+    """Return "17 ms" or "2.96 GB" with this number of digits; "0" below 1 ns or 1 B."""
     rounded, (scale, prefix) = _rounded(value, digits), _scale(value, unit, digits)
     return f"{_digits(rounded / scale)} {prefix}{unit}".rstrip() if scale else "0"
 
 
 def seconds_range(value: float, low: float, high: float) -> str:
-    """Return a predicted time and between which times it is: "270 ms, 230 to 310"."""
+    """Return a predicted time and its range: "270 ms, 230 to 310"."""
     scale, _ = _scale(value, "s", MODEL_DIGITS)
     if not scale:
         return "0"
@@ -35,7 +35,7 @@ def _rounded(value: float, digits: int) -> Decimal:
 
 
 def _scale(value: float, unit: str, digits: int) -> tuple[Decimal, str]:
-    """Return the largest unit in which a number is at least 1; (0, "") where it prints as 0."""
+    """Return the largest unit in which a number is at least 1; (0, "") if it prints as 0."""
     scales = [(Decimal(scale), prefix) for scale, prefix in (_SMALL if unit == "s" else _LARGE)]
     if value < float(scales[-1][0]):
         return Decimal(0), ""
@@ -49,7 +49,7 @@ def _digits(number: Decimal) -> str:
 
 
 def _without_rounding_errors(value: float) -> float:
-    """Return the number to 12 digits, so that the page rounds a half alike: its sums differ."""
+    """Round to 12 digits: the page sums in another order, and must round a half the same way."""
     return float(f"{value:.12g}")
 
 
@@ -59,7 +59,7 @@ def seconds_text(value: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """Return a size of memory, or of what is sent."""
+    """Return a size of memory, or of sent data."""
     return with_unit(value, "B", EXACT_DIGITS)
 
 
@@ -70,13 +70,13 @@ def percent(share: float) -> str:
 
 
 def percentages(low: float, high: float) -> str:
-    """Return "94% to 97%", or one number where both ends are the same."""
+    """Return "94% to 97%", or one number if both ends are the same."""
     text = " to ".join(dict.fromkeys(map(percent, (low, high))))
     return text.replace("99% to over 99%", "99% or more")
 
 
 def efficiency_text(low: float, high: float, gpus: int) -> str:
-    """Return the efficiency on so many GPUs; "-" on one, with which the others are compared."""
+    """Return the efficiency on this number of GPUs; "-" for one, the reference."""
     return percentages(low, high) if gpus > 1 else "-"
 
 

@@ -1,8 +1,8 @@
 """Let a trace on a CPU run each operation in the form that a GPU runs.
 
-Some operations of torch choose their form by the device. On a CPU, attention with dropout computes
-its scores in float32, dropout keeps a mask as large as its input, and autocast leaves softmax and
-normalisation in 16 bits. The forms of CUDA are registered for the CPU while a trace runs.
+Some operations of torch depend on the device. On a CPU, attention with dropout computes its scores
+in float32, dropout keeps a mask as large as its input, and autocast leaves softmax and
+normalisation in 16 bits. CUDA's forms are registered for the CPU while a trace runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _aten: Any = torch.ops.aten
-# Operations that autocast runs in float32 on a GPU, of those that a CPU runs in 16 bits:
+# Operations that a CPU runs in 16 bits under autocast, but a GPU in float32:
 # https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32
 IN_FLOAT32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2"),
@@ -42,7 +42,7 @@ def attention(
     if enable_gqa:
         factor = query.shape[-3] // key.shape[-3]
         key, value = (part.repeat_interleave(factor, -3) for part in (key, value))
-    if query.dim() != 4:  # nor has CUDA such a kernel
+    if query.dim() != 4:  # CUDA has no such kernel either
         math = _aten._scaled_dot_product_attention_math
         return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
@@ -62,11 +62,11 @@ def dropout(inputs: Tensor, p: float, train: bool) -> Any:
 
 
 def rms_norm(inputs: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Any:
-    """RMSNorm in one operation: that of LayerNorm, which reads, writes and keeps the same."""
+    """RMSNorm as the single operation of LayerNorm, which reads, writes and keeps the same."""
     return torch.native_layer_norm(inputs, shape, weight, None, eps or 1e-5)[0]
 
 
-# Each operation that chooses its form by the device, and the form on a GPU.
+# Operation that depends on the device -> its form on a GPU.
 FORMS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention,
     "dropout": dropout,
@@ -76,12 +76,12 @@ FORMS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def forms_of_gpu() -> Iterator[None]:
-    """Replace the operations of the CPU in the block by those of a GPU."""
+    """Replace the CPU's operations by a GPU's in the `with` block."""
     make_library: Any = torch.library.Library
     library = make_library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that operations are replaced
+            warnings.simplefilter("ignore")  # torch warns that operations are replaced
             for name, form in FORMS.items():
                 library.impl(name, form, "AutogradCPU")
             for name in IN_FLOAT32:

@@ -1,4 +1,4 @@
-"""The table of accelerators, links and sites (jobs/hardware.yaml), and all-reduces on these links.
+"""The table of accelerators, links and sites (jobs/hardware.yaml); all-reduces on these links.
 
 A ring all-reduce of S bytes over N ranks sends 2 (N-1)/N S bytes from each rank in 2 (N-1) messages
 (Thakur, Rabenseifner, Gropp 2005, https://doi.org/10.1177/1094342005051521). The bandwidth is
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 TABLE = JOBS / "hardware.yaml"
 _DTYPES: tuple[str, ...] = ("float32", "tf32", "float16", "bfloat16")
 _GIB = 2**30
-NARROW = 16  # channels of a group, below which a convolution does not use tensor cores
-_SHORTEST_KERNEL_SECONDS = 5e-6  # on the GPU; an assumption
-# That the CPU needs to start an operation of eager PyTorch, those of its views included. Measured:
+NARROW = 16  # channels per group; below, a convolution does not use tensor cores
+_SHORTEST_KERNEL_SECONDS = 5e-6  # seconds on the GPU; an assumption
+# Seconds the CPU needs to start an operation of eager PyTorch, including its views. Measured:
 # example 03 with GPT-2's layers and 4 sequences of 1,024 tokens has 1,221 operations in a step,
 # which took 33.8 ms on a host with an H100 and 16 CPUs, torch 2.11 (docs/performance.md).
 LAUNCH_SECONDS = 33.8e-3 / 1221
 
 
 class PredictionError(ValueError):
-    """Something needed for a prediction is missing or wrong; the message says what to do."""
+    """A prediction cannot be made: something is missing or wrong. The message says what to do."""
 
 
 class TooFewSteps(PredictionError):
-    """A script ended before two steps of its optimizers, as one does whose data is too small."""
+    """A script ended before two optimizer steps, for example because it has too little data."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A class of links, in one direction."""
+    """A class of links; values are for one direction."""
 
     bandwidth: float  # bytes per second
     latency: float  # seconds per message
@@ -54,8 +54,8 @@ class Link:
 class Network:
     """The links of a job.
 
-    inside: each GPU's bandwidth to the others of its node. between: the bandwidth of a whole node
-    to the others, over all its network ports. tree: the library may also use trees, as NCCL does;
+    inside: bandwidth of each GPU to the others of its node. between: bandwidth of a whole node to
+    other nodes, over all its network ports. tree: whether the library may use trees, like NCCL;
     gloo uses rings only, and overlaps latency with transfers.
     """
 
@@ -65,19 +65,19 @@ class Network:
     tree: bool = True
 
     def all_reduce_seconds(self, size: float, gpus: int) -> float:
-        """Return the time of one all-reduce of `size` bytes."""
+        """Return the seconds of one all-reduce of `size` bytes."""
         if gpus <= 1:
             return 0.0
         latency, transfer = self._latency(gpus), sent_bytes(size, gpus) / self.bandwidth(gpus)
         if self.tree:
             return latency + transfer
-        # gloo reduces the blocks, then gathers them. In each of the two passes it sends one half of
-        # a block while the other half is on its way, and waits for the first half.
+        # gloo first reduces the blocks, then gathers them. In both passes it sends half of a block
+        # while the other half is on its way, and waits for the first half.
         steps = gpus - 1
         return max(transfer + latency / steps, transfer / 2 * (1 + 1 / steps) + latency)
 
     def bandwidth(self, gpus: int) -> float:
-        """Return the bandwidth of the slowest link on the ring."""
+        """Return the bandwidth of the slowest link in the ring."""
         nodes = math.ceil(gpus / self.gpus_per_node)
         if nodes == 1:
             return self.inside.bandwidth
@@ -91,22 +91,22 @@ class Network:
         ring = 2 * (inside + (nodes - 1) * self.between.latency)
         if not self.tree:
             return ring
-        # A tree of nodes, each with a chain of its GPUs.
+        # A tree of nodes; each node has a chain of its GPUs.
         depth = math.ceil(math.log2(nodes))
         chain = (min(gpus, self.gpus_per_node) - 1) * self.inside.latency
         return min(ring, 2 * (chain + depth * self.between.latency))
 
 
 def sent_bytes(size: float, ranks: int) -> float:
-    """Return how many bytes each rank sends for one ring all-reduce of `size` bytes."""
+    """Return the bytes that each rank sends in a ring all-reduce of `size` bytes."""
     return 2 * (ranks - 1) / ranks * size
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a node has: one of a site, or the usual one of an accelerator.
+    """The parts of a node: a site's node, or the usual node for an accelerator.
 
-    inside, between: links as Hardware.link() reads them, such as "4 slingshot-200".
+    inside, between: links in the form of Hardware.link(), such as "4 slingshot-200".
     """
 
     gpu: str
@@ -117,19 +117,19 @@ class Node:
 
 @dataclass(frozen=True)
 class Attainable:
-    """What training attains of the peaks of all accelerators, fitted to published measurements.
+    """Shares of accelerators' peaks that training attains, fitted to published measurements.
 
     `python -m tests.published --fit` finds these numbers.
     """
 
     matmul_float32: float  # share of the peak
-    matmul_tensor: float  # of tensor cores, for wide matrices
-    matmul_width: float  # the width at which a matrix product attains half of its share
+    matmul_tensor: float  # share of tensor cores' peak, for wide matrices
+    matmul_width: float  # width at which a matrix product attains half of that
     convolution_float32: float
-    convolution_narrow: float  # of the peak in float32, with few channels in a group
+    convolution_narrow: float  # share of the float32 peak, with few channels per group
     bandwidth: float  # share of the memory bandwidth
-    bandwidth_gddr: float  # the same, of cards with GDDR and a large cache
-    layout_float32: float  # bytes moved for the layout of tensor cores / those of the convolution
+    bandwidth_gddr: float  # share on cards with GDDR and a large cache
+    layout_float32: float  # bytes moved for tensor cores' layout, per byte of the convolution
     layout_16_bit: float
 
     def matmul(self, width: int) -> float:
@@ -139,19 +139,19 @@ class Attainable:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A device as PyTorch counts them."""
+    """A device, as PyTorch counts devices."""
 
     name: str
-    memory: float  # bytes that tensors may use: without context, workspaces and gaps
+    memory: float  # bytes for tensors: without context, workspaces and gaps
     bandwidth: float  # peak, bytes per second
-    flops: dict[str, float]  # peak per second, by data type
+    flops: dict[str, float]  # data type -> peak per second
     gddr: bool
     attainable: Attainable
     source: str
-    node: Node  # the usual one
+    node: Node  # its usual node
 
     def seconds(self, operation: TracedOperation) -> float:
-        """Return the time of an operation: the limit is arithmetic, memory or the kernel."""
+        """Return an operation's seconds, limited by arithmetic, memory or the kernel's start."""
         _, kind, flops, moved, dtype, width, channels_last = operation
         if dtype == "tf32" and dtype not in self.flops:
             dtype = "float32"
@@ -207,20 +207,20 @@ class Hardware:
         )
 
     def peak_flops(self, device: str) -> float:
-        """Return the 16-bit peak of a device that torch names so; 0 for an unknown one.
+        """Return the 16-bit peak of a device by torch's name for it; 0 if it is unknown.
 
         "NVIDIA GH200 480GB" contains gh200 and h200: the longest name counts.
         """
         written = device.lower().replace(" ", "").replace("-", "")
         best, peak = 0, 0.0
         for name, entry in self._table["accelerators"].items():
-            family = re.sub(r"-(16|32|40|80)$", "", name).replace("-", "")  # of its memory
+            family = re.sub(r"-(16|32|40|80)$", "", name).replace("-", "")  # drops the memory size
             if family in written and len(family) > best:
                 best, peak = len(family), entry["float16"] * 1e12
         return peak
 
     def memory_note(self, gpu: Accelerator) -> str:
-        """Return what the usable memory of a GPU excludes."""
+        """Return what is excluded from a GPU's usable memory."""
         process = self._table["process"].items()
         return (
             f"Usable on {gpu.name}: {self._table['memory']:.1%} of its memory (the "
@@ -229,7 +229,7 @@ class Hardware:
         )
 
     def start_note(self, nodes: int) -> str:
-        """Return how long the ranks of a job need to import their packages."""
+        """Return how long a job's ranks need to import their packages."""
         start = self._table["start"]
         growth = nodes / start["nodes"]
         shared = ", ".join(
@@ -246,7 +246,7 @@ class Hardware:
         )
 
     def link(self, text: str) -> Link:
-        """Return a link: "nvlink3", or several in parallel: "4 slingshot-200"."""
+        """Return a link from its name: "nvlink3", or several in parallel: "4 slingshot-200"."""
         count, _, name = text.rpartition(" ")
         entry = self._entry("links", name)
         return Link(int(count or 1) * entry["bandwidth"] * 1e9, entry["latency"] / 1e6)
@@ -264,7 +264,7 @@ class Hardware:
         return f"{page['url']}{read}"
 
     def check(self) -> None:
-        """Raise KeyError where an entry has no source."""
+        """Raise KeyError if an entry has no source."""
         for section in ("accelerators", "links", "sites"):
             for entry in self._table[section].values():
                 self._source(entry)
@@ -284,8 +284,8 @@ class Hardware:
 def read_links(path: Path, gpus_per_node: int) -> tuple[Link, Link]:
     """Read the links inside and between nodes that `ddpkit bench collectives --links FILE` wrote.
 
-    The file has the mean latency of all messages of a ring through `hosts` nodes. Those within the
-    nodes are subtracted from it. Raises PlanError.
+    The file has the mean latency of all messages in a ring through `hosts` nodes. Messages inside
+    the nodes are subtracted from it. Raises PlanError.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

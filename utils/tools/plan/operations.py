@@ -1,7 +1,7 @@
-"""Tell the kind and the work of each operation: what the time on a GPU depends on.
+"""Return the kind and the work of each operation, on which its time on a GPU depends.
 
-The arithmetic is counted here where torch.utils.flop_counter counts it wrongly: it multiplies the
-weight gradient of a grouped convolution by its groups, and counts causal attention in full.
+Arithmetic is counted here if torch.utils.flop_counter counts it wrongly: it multiplies the weight
+gradient of a grouped convolution by its groups, and counts causal attention in full.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NORMALISATIONS = {
     "cudnn_batch_norm",
     "cudnn_batch_norm_backward",
 }
-# Each reads its input twice: for the statistics or sums, and then for the result.
+# These read their input twice: first for statistics or sums, then for the result.
 _TWO_PASSES = {"native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit"}
 _TF32 = "tf32"
 
@@ -40,9 +40,9 @@ class TracedOperation(NamedTuple):
     phase: str  # "forward", "backward" or "optimizer"
     kind: str  # matmul, convolution, attention, normalisation, embedding or pointwise
     flops: float
-    moved_bytes: int  # read and written
-    dtype: str  # "float32", "bfloat16", ...; "tf32" where torch permits it
-    width: int = 0  # of a matrix product: its smallest dimension; of a convolution: in one group
+    moved_bytes: int  # bytes read and written
+    dtype: str  # "float32", "bfloat16", ...; "tf32" if torch permits it
+    width: int = 0  # smallest dimension of a matrix product; width of a convolution in one group
     channels_last: bool = False
 
 
@@ -62,7 +62,7 @@ def describe(
 ) -> TracedOperation:
     """Return the work of an operation that has run.
 
-    inputs, outputs: the tensors among its arguments and results that have a storage.
+    inputs, outputs: tensors among its arguments and results that have a storage.
     """
     packet = function._overloadpacket
     name: str = packet.__name__
@@ -97,11 +97,11 @@ def describe(
 
 
 def tf32_is_permitted(kind: str) -> bool:
-    """Return whether torch lets such an operation of float32 compute in TF32 at this moment."""
+    """Whether torch lets a float32 operation of this kind compute in TF32 now."""
     matmul: Any = torch.backends.cuda.matmul
     old: Any = torch.backends.cudnn if kind == "convolution" else matmul
     settings = getattr(torch.backends.cudnn, "conv", None) if kind == "convolution" else matmul
-    # The attribute of torch 2.9 and later; the older one fails where a script mixes both.
+    # torch 2.9 and newer have this attribute; the older one fails if a script mixes both.
     precision = getattr(settings, "fp32_precision", None)
     return bool(old.allow_tf32) if precision is None else precision == _TF32
 
@@ -113,7 +113,7 @@ def _convolution(packet: Any, args: Sequence[Any], output: Any) -> _Work:
         gradient, image, weight = args[:3]
         transposed, groups, wanted = args[7], args[9], args[10]
         large = image if transposed else gradient
-        passes = sum(wanted[:2])  # the gradients of the image and of the weights
+        passes = sum(wanted[:2])  # gradients of the image and of the weights
     else:
         image, weight = args[:2]
         transposed, groups = args[6], args[8]
@@ -124,7 +124,7 @@ def _convolution(packet: Any, args: Sequence[Any], output: Any) -> _Work:
 
 
 def _attention(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Work:
-    """Count attention: two matrix products forward, five backward; half of them where causal."""
+    """Count attention: two matrix products forward, five backward; half of that if causal."""
     backward = "backward" in name
     query, key, value = args[1:4] if backward else args[:3]
     *batch, length, width = query.shape
@@ -149,7 +149,7 @@ def _width(inputs: Sequence[Tensor]) -> int:
 
 
 def _written(function: Any, args: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors that an operation without a result writes, as optimizers do."""
+    """Return the tensors that an operation without a result writes, as in optimizers."""
     found: list[Tensor] = []
     for argument, value in zip(function._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:

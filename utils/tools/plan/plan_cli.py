@@ -48,9 +48,9 @@ from .step_model import (
 if TYPE_CHECKING:
     from .trace import Trace
 
-# Where nothing is given.
+# Default, if no GPU is given.
 _GPU = "a100-40"
-_BATCH = "{batch}"  # in the arguments of a script
+_BATCH = "{batch}"  # placeholder in a script's arguments
 DESCRIPTION = """\
 Predict memory, step time and scaling of DDP training. Needs neither a GPU nor an allocation.
 
@@ -166,7 +166,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _count(text: str) -> float:
-    """Read a number with a suffix that papers use: 124M, 7B, 1.5T."""
+    """Parse a number with a suffix used in papers: 124M, 7B, 1.5T."""
     factors = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
     number, factor = text.strip(), factors.get(text.strip()[-1:].lower(), 1.0)
     try:
@@ -179,9 +179,9 @@ def _count(text: str) -> float:
 
 
 def make_plan(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return a prediction as a dict that JSON can hold, and the data of its page.
+    """Return a prediction as a JSON object, and the data of its page.
 
-    There is no page where the time of a step is unknown. Raises PredictionError.
+    There is no page if the time of a step is unknown. Raises PredictionError.
     """
     hardware = Hardware()
     site = _site(args, hardware)
@@ -229,7 +229,7 @@ def make_plan(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any] 
     else:
         points = scaling(work, network, curve_sizes(gpus))
         gradient_bytes = float(PRECISIONS[args.precision].gradient)
-        if args.script and trace:  # which decides on the precision
+        if args.script and trace:  # the script decides on the precision
             gradient_bytes = work.gradient_bytes / trace.num_parameters
         texts += advice.scaling_advice(work, network, gpus, gradient_bytes, fit)
         if args.compute_seconds is None and gpu is not None and trace is not None:
@@ -279,7 +279,7 @@ def _title(
 
 
 def _estimate_note(gpu: Accelerator, work: Workload, trace: Trace) -> str:
-    """Return how the time of a step is estimated, and what would be better."""
+    """Return how the time of a step is estimated, and how to improve the estimate."""
     kind = traced.uncertainty(trace, gpu, LAUNCH_SECONDS)
     measure = (
         "A --compute-seconds that ddpkit bench ddp measured on one GPU narrows the range to a "
@@ -327,7 +327,7 @@ def _site(args: argparse.Namespace, hardware: Hardware) -> Node | None:
 def _network(
     args: argparse.Namespace, hardware: Hardware, site: Node | None
 ) -> tuple[Network, str, list[str]]:
-    """Return the network, its links in words, and what is assumed because nothing was given."""
+    """Return the network, its links in words, and assumptions for values that were not given."""
     assumed = []
 
     def link(text: str | None, default: Link) -> Link:
@@ -335,7 +335,7 @@ def _network(
         if text is None:
             return default
         if not any(digit in text for digit in "0123456789") or " " in text.strip():
-            return hardware.link(text)  # "infinity" and "nan" are numbers for Python
+            return hardware.link(text)  # Python accepts "infinity" and "nan" as numbers
         try:
             bandwidth = float(text)
         except ValueError:
@@ -390,13 +390,13 @@ def _trace(args: argparse.Namespace, batch: int) -> Trace:
 
 
 def _import_torch() -> None:
-    """Import what a trace needs, without searches for garbage: a fourth of a short command."""
+    """Import a trace's modules without garbage collection, a quarter of a short command's time."""
     if "torch" in sys.modules or not gc.isenabled():
         return
     gc.disable()
     try:
-        importlib.import_module("torch._dynamo")  # which the first optimizer imports
-        gc.freeze()  # nor is it searched when this process ends
+        importlib.import_module("torch._dynamo")  # the first optimizer would import it
+        gc.freeze()  # garbage is not searched at the end of the process either
     finally:
         gc.enable()
 
@@ -416,7 +416,7 @@ def _largest_batch(
         return None
 
     def total(samples: int) -> float | None:
-        # What a script loads is real.
+        # Data that a script loads is real.
         loaded = trace.peak().bytes["inputs"] * samples / args.batch if args.script else 0
         if loaded > host_memory() / 4:
             return None
@@ -465,7 +465,7 @@ def _inputs(
     work: Workload | None,
     trace: Trace | None,
 ) -> dict[str, Any]:
-    """Return the initial values of the fields of the page."""
+    """Return the initial values of the page's fields."""
     bucket_mb = args.bucket_cap_mb or (trace.ddp_options.get("bucket_cap_mb") if trace else None)
     return {
         "parameters": args.parameters or (trace.num_parameters if trace else 0),

@@ -1,7 +1,7 @@
-"""Trace a training script as it is: run it until its second optimizer step, with fake parameters.
+"""Trace an unmodified training script: run it with fake parameters until its second step.
 
-Parameters are made fake when they are created, and whatever is computed from them is fake, too.
-Everything else, such as the loading of data, runs as usual.
+Parameters become fake when they are created, and so does everything computed from them. All else,
+such as loading data, runs as usual.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _RANK_VARIABLES = {
 def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -> Trace:
     """Trace a script with its arguments, as the single rank of a CPU run.
 
-    timeout: seconds until the script has to have done its second optimizer step.
+    timeout: seconds until the script must have made its second optimizer step.
     Raises PlanError, which says what could not be traced.
     """
     if not Path(path).is_file():
         raise PredictionError(f"There is no script {path!r}. Expected the path of a Python file.")
-    # Private, and the only collectives of torch.distributed that take fake tensors.
+    # Private; no other collectives of torch.distributed accept fake tensors.
     importlib.import_module("torch.distributed._tools.fake_collectives")
     output = io.StringIO()
     variables: dict[str, str] = {}
@@ -78,7 +78,7 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
         before = set(sys.modules)
         try:
             _run(path, arguments, variables, tracer, output)
-        finally:  # what the script's own modules have made belongs to this attempt
+        finally:  # modules that the script has imported belong to this attempt
             for name in sys.modules.keys() - before:
                 file = str(getattr(sys.modules[name], "__file__", ""))
                 if os.path.dirname(file) == folder:
@@ -101,8 +101,8 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
             except KeyError as error:
                 if error.args[0] not in _RANK_VARIABLES:
                     raise
-                # A script for torchrun alone. The variables are not set at first: without them,
-                # most scripts and libraries leave torch.distributed out.
+                # The script requires torchrun. The variables are not set at first, because without
+                # them most scripts and libraries do not use torch.distributed.
                 variables = _RANK_VARIABLES
                 trace = trace_steps(run)
         except PredictionError as error:
@@ -147,7 +147,7 @@ def _run(
 
 @contextlib.contextmanager
 def _tf32_reset() -> Iterator[None]:
-    """Undo what the script permits: it belongs to the process. torch reads this variable, too."""
+    """Restore settings that the script changes for the process. torch reads this variable, too."""
     try:
         yield
     finally:
@@ -158,7 +158,7 @@ def _tf32_reset() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Write to standard error what C++ prints: gloo of torch 2.8 says who is connected."""
+    """Send C++ output to standard error: gloo of torch 2.8 prints who is connected."""
     output = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -170,12 +170,12 @@ def _output_to_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _time_limit(path: str, seconds: float, evaluates: Callable[[], bool]) -> Iterator[None]:
-    """End this process after so many seconds, with an error.
+    """End this process with an error after so many seconds.
 
     evaluates: returns whether most operations so far were without gradients.
 
-    By a thread: a signal handler waits for the end of an operation, and an exception in it would
-    end the process by SIGABRT where C++ has called the Python code that it interrupts.
+    A thread does it. A signal handler would wait for the end of an operation. If C++ has called
+    the interrupted Python code, an exception in the handler would end the process by SIGABRT.
     """
 
     def stop() -> None:
@@ -208,7 +208,7 @@ def _time_limit(path: str, seconds: float, evaluates: Callable[[], bool]) -> Ite
 
 
 class _OnCPU(TorchFunctionMode):
-    """Put on the CPU what a script puts on a GPU: a login node has none."""
+    """Put on the CPU whatever a script puts on a GPU, because a login node has no GPU."""
 
     def __init__(self, tracer: StepTracer) -> None:
         super().__init__()
@@ -240,14 +240,14 @@ def _on_cpu(value: Any) -> Any:
 
 
 class _Patches:
-    """What the tracer learns by replacing functions of torch while the script runs."""
+    """Replacements for functions of torch, through which the tracer follows the script."""
 
     def __init__(self, tracer: StepTracer) -> None:
         self._tracer, self._mode = tracer, fake_mode()
 
     @contextlib.contextmanager
     def applied(self, variables: dict[str, str]) -> Iterator[None]:
-        """Replace the functions, and set these rank variables and no others."""
+        """Replace the functions, and set only these rank variables."""
         tracer = self._tracer
         new_parameter = nn.Parameter.__new__
         init_optimizer = torch.optim.Optimizer.__init__
@@ -273,7 +273,7 @@ class _Patches:
 
         def initializer(original: Callable[..., Any]) -> Callable[..., Any]:
             def initialize(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-                # The values do not matter, and trunc_normal_() of torch 2.14 reads them.
+                # The values do not matter; trunc_normal_() of torch 2.14 would read them.
                 return tensor if is_fake(tensor) else original(tensor, *args, **options)
 
             return initialize
@@ -328,7 +328,7 @@ class _Patches:
             (torch.optim.Optimizer, "__init__", make_optimizer),
             (torch.autocast, "__init__", make_autocast),
             (torch, "compile", self._not_compiled),
-            (torch, "save", lambda *args, **options: None),  # the weights mean nothing
+            (torch, "save", lambda *args, **options: None),  # the weights are not real
             (torch.distributed.checkpoint, "save", lambda *args, **options: None),
             (torch.distributed.checkpoint, "async_save", lambda *args, **options: None),
             (Checkpointer, "save", lambda *args, **options: None),

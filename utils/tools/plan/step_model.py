@@ -1,4 +1,4 @@
-"""Predict memory, the step of DDP and its scaling from numbers: the model of `plan` and its page.
+"""Predict memory, a DDP step and its scaling from numbers: the model of `plan` and its page.
 
 All-reduces overlap with the backward pass.
 """
@@ -14,40 +14,40 @@ from .hardware import Network, sent_bytes
 
 MIB = 1 << 20
 FIRST_BUCKET = 1 * MIB  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
-BUCKET = 25 * MIB  # the default of DistributedDataParallel(bucket_cap_mb=)
-LARGEST = 1024  # GPUs, in curves
+BUCKET = 25 * MIB  # default of DistributedDataParallel(bucket_cap_mb=)
+LARGEST = 1024  # largest number of GPUs in curves
 
-# The expected maximum of 2 ** i standard normal numbers, by Blom's approximation: Statistical
-# Estimates and Transformed Beta-Variables, 1958.
+# Expected maxima of 2 ** i standard normal numbers, by Blom's approximation: Statistical Estimates
+# and Transformed Beta-Variables, 1958.
 EXPECTED_MAXIMA = [NormalDist().inv_cdf((2**i - 0.375) / (2**i + 0.25)) for i in range(18)]
 
-# Of 132 streaming multiprocessors, 20 drive the links of a GPU: DeepSeek-V3, arXiv 2412.19437. The
+# 20 of 132 streaming multiprocessors drive a GPU's links: DeepSeek-V3, arXiv 2412.19437. The
 # computation lacks them while it overlaps with communication.
 COMMUNICATION_SHARE = 20 / 132
 
-# What DDP itself costs for each gradient, seconds from and to, and what else the fastest published
-# trainings on several GPUs lose, as a share of the computation. Fitted (docs/performance.md).
+# DDP's own cost for each gradient (seconds, lowest and highest), and the share of the computation
+# that the fastest published trainings on several GPUs lose otherwise. Fitted (docs/performance.md).
 DDP_SECONDS = (4e-6, 40e-6)
 LOSS = 0.03
-MEASURED_ERROR = 1.04  # of a step whose computation is measured: the mean on shaped links
+MEASURED_ERROR = 1.04  # error of a step with measured computation: the mean on shaped links
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient, or a bucket of gradients: its size, and the time when it is ready to be sent."""
+    """A gradient or a bucket of gradients: when it is ready to be sent, and its size."""
 
-    ready: float  # seconds after the begin of the step
+    ready: float  # seconds after the start of the step
     size: float  # bytes
 
 
 @dataclass(frozen=True)
 class Computation:
-    """The computation of a step on one GPU, in seconds after its begin."""
+    """The computation of a step on one GPU, in seconds after its start."""
 
-    gradients: tuple[Gradient, ...]  # in the order in which they are ready
+    gradients: tuple[Gradient, ...]  # in the order in which they become ready
     backward_end: float
-    optimizer: float = 0.0  # seconds, after the communication
-    busy: float = 1.0  # the share in which the GPU computes; below 1, it waits for kernels to start
+    optimizer: float = 0.0  # seconds of the optimizer, after the communication
+    busy: float = 1.0  # share of the time in which the GPU computes; the rest it waits for kernels
 
     @property
     def total(self) -> float:
@@ -59,12 +59,12 @@ class Step:
     """The predicted times of a step, in seconds."""
 
     computation: float
-    communication: float  # of all buckets
-    exposed: float  # the part of it during which the GPU waits
-    transfers: tuple[tuple[float, float, float], ...]  # begin, end and bytes of each bucket
-    overhead: float = 0.0  # of DDP itself
-    delay: float = 0.0  # that slower GPUs, the communication kernels and DDP may add
-    # Of the efficiency, where the time of the computation is predicted: it may be wrong.
+    communication: float  # seconds of all buckets
+    exposed: float  # seconds in which the GPU waits for communication
+    transfers: tuple[tuple[float, float, float], ...]  # (start, end, bytes) of each bucket
+    overhead: float = 0.0  # seconds of DDP itself
+    delay: float = 0.0  # seconds that slower GPUs, communication kernels and DDP may add
+    # (lowest, highest) efficiency, if the time of the computation is predicted and may be wrong.
     ends: tuple[float, float] | None = None
 
     @property
@@ -85,7 +85,7 @@ class Step:
         return self.ends[0] if self.ends else self.computation / (self.total + self.delay)
 
     def seconds_range(self, error: float) -> tuple[float, float]:
-        """Return between which times the step is, if a computation may be wrong by this factor."""
+        """Return the step's range of seconds, if a computation may be wrong by this factor."""
         return self.total / error, (self.total + self.delay) * error
 
 
@@ -94,8 +94,8 @@ def fill_buckets(
 ) -> tuple[Gradient, ...]:
     """Return the buckets of DDP after its first step, which sorts them by readiness.
 
-    A bucket is closed by the gradient with which it reaches its limit: `first` bytes for the first
-    one, `cap` for the others.
+    A bucket is closed by the gradient that fills it to its limit: `first` bytes for the first
+    bucket, `cap` for the others.
     """
     buckets: list[Gradient] = []
     size = 0.0
@@ -114,9 +114,9 @@ def simulate(
     buckets: Sequence[Gradient],
     all_reduce_seconds: Callable[[float], float],
 ) -> Step:
-    """Run through a step: the buckets are reduced one after another, each when it is ready.
+    """Simulate a step: the buckets are reduced one after another, each when it is ready.
 
-    all_reduce_seconds: the time for so many bytes.
+    all_reduce_seconds: returns the seconds for a number of bytes.
     """
     seconds = [all_reduce_seconds(bucket.size) for bucket in buckets]
     if sum(seconds) == 0:
@@ -134,10 +134,10 @@ def simulate(
 def even_computation(
     gradient_bytes: float, micro_step: float, accumulate_steps: int = 1, optimizer: float = 0.0
 ) -> Computation:
-    """Return the computation of a model of which only numbers are known.
+    """Return the computation of a model that is known only by a few numbers.
 
-    micro_step: seconds of a forward and backward pass. A third of them is the forward pass, and
-    the backward pass makes gradients at a constant rate: 1 MiB is the unit.
+    micro_step: seconds of a forward and backward pass. A third of it is the forward pass. The
+    backward pass makes gradients at a constant rate, in units of 1 MiB.
     """
     begin = (accumulate_steps - 1) * micro_step + micro_step / 3
     end = accumulate_steps * micro_step
@@ -151,17 +151,17 @@ def even_computation(
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of one parameter in each kind of training."""
+    """Bytes per parameter in one kind of training."""
 
     parameter: int
     gradient: int
-    master: int  # the copy of mixed precision that the optimizer updates
+    master: int  # copy for mixed precision, which the optimizer updates
     state: int  # each moment of the optimizer
 
 
 PRECISIONS = {
     "fp32": Precision(4, 4, 0, 4),
-    "amp": Precision(4, 4, 0, 4),  # torch.autocast: only activations are short
+    "amp": Precision(4, 4, 0, 4),  # torch.autocast: only activations have 16 bits
     "bf16": Precision(2, 2, 4, 4),  # mixed precision: 2 + 2 + 4 + 4 + 4 bytes with AdamW
     "bf16-pure": Precision(2, 2, 0, 2),
 }
@@ -169,24 +169,24 @@ OPTIMIZER_STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 
 
 def expected_maximum(count: int) -> float:
-    """Return the expected maximum of so many standard normal numbers; 0 for one."""
+    """Return the expected maximum of `count` standard normal numbers; 0 for one."""
     power = min(math.log2(count), len(EXPECTED_MAXIMA) - 1)
     low, high = math.floor(power), math.ceil(power)
     return EXPECTED_MAXIMA[low] + (power - low) * (EXPECTED_MAXIMA[high] - EXPECTED_MAXIMA[low])
 
 
-# The time of GPUs varies by 9 % at 64,000 GPUs: PRISM, arXiv 2510.15596. Taken for the delay of the
-# slowest of them, this is their standard deviation.
+# GPUs vary by 9 % at 64,000 GPUs: PRISM, arXiv 2510.15596. If that is the delay of the slowest GPU,
+# this is the standard deviation.
 SPREAD = 0.09 / expected_maximum(64_000)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one GPU computes in a step, and the buckets of gradients that it communicates.
+    """The computation of one GPU in a step, and the buckets of gradients that it communicates.
 
-    spread: the standard deviation of the computation between GPUs, relative to its mean. tensors:
-    the number of gradients, 0 where it is unknown. error: the factor by which the time of a step
-    may be wrong. predicted: the computation is not measured, so that the efficiency may be, too.
+    spread: standard deviation of the computation between GPUs, relative to its mean. tensors:
+    number of gradients, 0 if unknown. error: factor by which the time of a step may be wrong.
+    predicted: the computation is not measured, so the efficiency may be wrong, too.
     """
 
     computation: Computation
@@ -206,7 +206,7 @@ class Workload:
         return self.computation.backward_end / self.accumulate_steps
 
     def accumulated(self, factor: int) -> Workload:
-        """Return the workload with so many times the micro-steps between two all-reduces."""
+        """Return the workload with `factor` times the micro-steps between two all-reduces."""
         delay = self.computation.backward_end * (factor - 1)
 
         def later(gradients: Iterable[Gradient]) -> tuple[Gradient, ...]:
@@ -226,9 +226,9 @@ class Workload:
         )
 
     def enlarged(self, factor: float) -> Workload:
-        """Return the workload with so many times the micro-batch.
+        """Return the workload with `factor` times the micro-batch.
 
-        It takes no longer while the GPU waits for kernels to start.
+        As long as the GPU waits for kernels to start, it takes no more time.
         """
         busy = self.computation.busy * factor
         longer = max(1.0, busy)
@@ -245,7 +245,7 @@ class Workload:
         return replace(self, computation=computation, buckets=slower(self.buckets))
 
     def compressed(self, factor: float) -> Workload:
-        """Return the workload with gradients that a communication hook makes smaller."""
+        """Return the workload with gradients that a communication hook compresses."""
         return replace(
             self,
             buckets=tuple(Gradient(entry.ready, entry.size / factor) for entry in self.buckets),
@@ -263,7 +263,7 @@ class Workload:
         return 1 / self.error, self.error
 
     def _timed(self, factor: float) -> Workload:
-        """Return the workload with a computation that takes so many times as long."""
+        """Return the workload with a computation that takes `factor` times as long."""
 
         def later(gradients: Iterable[Gradient]) -> tuple[Gradient, ...]:
             return tuple(Gradient(entry.ready * factor, entry.size) for entry in gradients)
@@ -301,9 +301,9 @@ def workload(
     *,
     traced: bool = True,
 ) -> Workload:
-    """Return a workload with DDP's buckets. bucket_mb: its bucket_cap_mb, None for the default.
+    """Return a workload with DDP's buckets. bucket_mb: DDP's bucket_cap_mb, None for its default.
 
-    traced: each gradient of the computation is one tensor.
+    traced: whether each gradient of the computation is one tensor.
     """
     first, cap = FIRST_BUCKET, BUCKET
     if bucket_mb is not None:
@@ -321,9 +321,9 @@ def even_workload(
     bucket_mb: float | None = None,
     spread: float = SPREAD,
 ) -> Workload:
-    """Return the workload of a model of which only numbers are known.
+    """Return the workload of a model that is known only by a few numbers.
 
-    compute_seconds: of a forward and backward pass of one micro-batch.
+    compute_seconds: seconds of a forward and backward pass of one micro-batch.
     """
     size = parameters * PRECISIONS[precision].gradient
     computation = even_computation(size, compute_seconds, accumulate_steps)
@@ -342,7 +342,7 @@ def state_memory(parameters: float, precision: str, optimizer: str) -> dict[str,
 
 
 def curve_sizes(gpus: int) -> list[int]:
-    """Return the numbers of GPUs of a curve: powers of two, and the wanted number."""
+    """Return the numbers of GPUs for a curve: powers of two, and the given number."""
     sizes = {gpus}
     size = 1
     while size <= max(gpus, LARGEST):
@@ -357,8 +357,8 @@ class PredictedPoint:
 
     gpus: int
     step: Step
-    sent: float  # bytes that each GPU sends for a step
-    error: float  # the factor by which the time may be wrong
+    sent: float  # bytes that each GPU sends per step
+    error: float  # factor by which the time may be wrong
 
     def as_dict(self) -> dict[str, float]:
         low, high = self.step.seconds_range(self.error)
@@ -388,9 +388,9 @@ def scaling(work: Workload, network: Network, sizes: Sequence[int]) -> list[Pred
 
 
 def holds_up_to(curve: Sequence[PredictedPoint], efficiency: float) -> int | None:
-    """Return the number of GPUs up to which a curve is at least at this efficiency.
+    """Return the number of GPUs up to which a curve has at least this efficiency.
 
-    The lower end of the prediction counts. None where it is so at all points.
+    The lower end of the prediction counts. None if all points reach it.
     """
     last = 1
     for point in curve:

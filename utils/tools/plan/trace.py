@@ -1,7 +1,7 @@
 """Trace training steps: the memory and the work of each operation.
 
-The tensors are fake: they have a shape but no data, so nothing is allocated and nothing is
-computed. Where values decide how the steps go on, the trace ends with ValueNeeded.
+The tensors are fake: they have a shape but no data, so no memory is allocated and nothing is
+computed. If values decide how the steps go on, the trace ends with ValueNeeded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-# The documented way to see each operation, although its module has an underscore:
+# The documented way to see each operation, although its module's name has an underscore:
 # https://dev-discuss.pytorch.org/t/what-and-why-is-torch-dispatch/557
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -39,39 +39,39 @@ CATEGORIES = (
     "buffers",
     "gradients",
     "optimizer",
-    "EMA copy",  # parameters of the same shapes as the model, which no optimizer updates
+    "EMA copy",  # parameters with the model's shapes that no optimizer updates
     "inputs",
     "activations",  # made in the forward pass
     "temporary",  # made in the backward pass and by the optimizer
-    "rounding",  # of each block, by the allocator
+    "rounding",  # the allocator's rounding of each block
 )
 _BLOCK = 512  # bytes; kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
-_MOST_STEPS = 25  # traced until the optimizer's state grows no more
+_MOST_STEPS = 25  # traced at most, while the optimizer's state grows
 _READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 @dataclass
 class Peak:
-    """The moment of a step at which most memory is in use."""
+    """The moment of a step with the highest memory use."""
 
     total: int = -1
-    bytes: dict[str, int] = field(default_factory=dict)  # by category
+    bytes: dict[str, int] = field(default_factory=dict)  # bytes by category
     where: str = ""
 
 
 @dataclass
 class Trace:
-    """What the last traced step needs."""
+    """The work and memory of the last traced step."""
 
     num_parameters: int
-    # (while the optimizer runs, without gradients): with DDP(gradient_as_bucket_view=True) they
-    # are in the buckets.
+    # Keys: (while the optimizer runs, without gradients). With DDP(gradient_as_bucket_view=True),
+    # the gradients are in the buckets.
     peaks: dict[tuple[bool, bool], Peak]
     operations: list[TracedOperation]
-    # Index of the operation after which a gradient is ready to be sent, and its bytes.
+    # (index of the operation after which a gradient is ready to be sent, its bytes)
     gradients: list[tuple[int, int]]
     bucket_bytes: int
-    micro_steps: int  # backward passes
+    micro_steps: int  # backward passes per step
     ddp_options: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -88,11 +88,11 @@ class _Storage:
 
 
 class StepsTraced(SystemExit):
-    """Ends a script, orderly, when the steps are traced, or cannot be."""
+    """Ends a script normally, when the steps are traced or cannot be traced."""
 
 
 class ValueNeeded(PredictionError):
-    """Values decide how the steps go on, and fake tensors have none."""
+    """Values decide how the steps go on, but fake tensors have none."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -108,9 +108,9 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, num_steps: int = 2, gpu: bool = True) -> None:
-        # gpu: trace operations in the form that a GPU runs, not that of the CPU.
+        # gpu: trace operations in their form on a GPU instead of the CPU's.
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sync = True  # false under DDP.no_sync()
+        self.sync = True  # False under DDP.no_sync()
         self.ddp_options: dict[str, Any] = {}
         self.notes: list[str] = []
         self._reason: PredictionError | None = None  # why there is no trace
@@ -120,10 +120,10 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._finished: Trace | None = None
         self._input_size = self._largest_input = 0
         self._was_smaller = False
-        # Parameters of DDP, which has buckets for all of them.
+        # DDP's parameters; it has buckets for all of them.
         self.exchanged: list[nn.Parameter] = []
-        self.without_gradients = self.with_gradients = 0  # operations of forward passes
-        self._made: dict[int, weakref.ref[Tensor]] = {}  # parameters, by id()
+        self.without_gradients = self.with_gradients = 0  # operations in forward passes
+        self._made: dict[int, weakref.ref[Tensor]] = {}  # id() of a parameter -> the parameter
         self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
         self._live = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
@@ -136,8 +136,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Trace what runs in the block."""
-        # With oneDNN, a fake LSTM lacks what it keeps for the backward pass.
+        """Trace the operations in the `with` block."""
+        # With oneDNN, a fake LSTM lacks its data for the backward pass.
         set_onednn: Any = torch.backends.mkldnn.set_flags
         onednn, *_ = set_onednn(False)
         self._hooks += [
@@ -153,7 +153,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 hook.remove()
 
     def track(self, model: nn.Module) -> None:
-        """Count the parameters and buffers of a model, and learn when its gradients are ready."""
+        """Count a model's parameters and buffers, and note when its gradients become ready."""
         for name, module in model.named_modules():
             self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
         for buffer in model.buffers():
@@ -161,7 +161,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.track_parameters(model.parameters())
 
     def track_optimizer(self, optimizer: Optimizer) -> None:
-        """Let a step include one of this optimizer."""
+        """Count a step of this optimizer as part of each traced step."""
         self._optimizers.add(optimizer)
         for group in optimizer.param_groups:
             self.track_parameters(group["params"])
@@ -178,7 +178,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._hooks.append(add_hook(self._gradient_ready))
 
     def made(self, parameter: Tensor) -> None:
-        """Learn of a parameter, also of one that no optimizer updates."""
+        """Note a new parameter, even if no optimizer updates it."""
         self._made[id(parameter)] = weakref.ref(parameter)
 
     def _count_copies(self) -> None:
@@ -195,16 +195,16 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def is_finished(self) -> bool:
-        """Whether the steps have been traced; what follows changes nothing."""
+        """Whether the steps have been traced; later operations change nothing."""
         return self._finished is not None
 
     def end(self, reason: PredictionError) -> NoReturn:
-        """End the script, which neither catches nor reports the reason; result() raises it."""
+        """End the script, which can neither catch nor report the reason. result() raises it."""
         self._reason = reason
         raise StepsTraced
 
     def result(self) -> Trace:
-        """Return the trace. Raises PredictionError where there is none."""
+        """Return the trace. Raises PredictionError if there is none."""
         if self._reason is not None:
             raise self._reason
         if self._finished is None:
@@ -247,8 +247,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin_step(self) -> None:
         self._peaks = {(o, without): Peak() for o in (False, True) for without in (False, True)}
         self._operations: list[TracedOperation] = []
-        self._gradients: list[tuple[int, int, int]] = []  # id() of the parameter, index, bytes
-        self._times_ready = Counter[int]()  # id() of a parameter: backward passes
+        self._gradients: list[tuple[int, int, int]] = []  # (id() of the parameter, index, bytes)
+        self._times_ready = Counter[int]()  # id() of a parameter -> backward passes
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def _entering(self, name: str) -> Callable[..., None]:
@@ -287,7 +287,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args, {name: self._outside_optimizer(argument) for name, argument in options.items()}
 
     def _outside_optimizer(self, closure: Any) -> Any:
-        """Let the forward and backward pass in a closure not count as work of the optimizer."""
+        """Wrap a closure, so that its passes do not count as work of the optimizer."""
         if not callable(closure):
             return closure
 
@@ -312,7 +312,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_smaller = self._input_size < self._largest_input
         self._largest_input = max(self._largest_input, self._input_size)
         if self._steps_left == 0 and is_smaller and not self._was_smaller:
-            # The last batch of an epoch, for example.
+            # The input is smaller, as in the last batch of an epoch: trace one more step.
             self._was_smaller, self._steps_left = True, 1
         state_bytes, self._state_bytes = self._state_bytes, self._live["optimizer"]
         if self._steps_left == 0 and self._state_bytes > state_bytes and self._extra_steps:
@@ -337,7 +337,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = self._run(function, args, kwargs)
         inputs, outputs = list(_strided((args, kwargs))), list(_strided(output))
         if not any(map(is_fake, inputs)) and not any(map(is_fake, outputs)):
-            return output  # loading of data, for example
+            return output  # such as loading data
         if torch.is_grad_enabled():
             self.with_gradients += 1
         else:
@@ -355,7 +355,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation. Raises ValueNeeded where values decide on its result."""
+        """Run an operation. Raises ValueNeeded if values decide its result."""
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -383,7 +383,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "activations" if self._phase() == "forward" else "temporary"
 
     def _value_of(self, tensor: Tensor) -> float:
-        """Return a value for a number that is printed, and note it; ValueNeeded for others."""
+        """Return a value for a number that the script prints, and note it; else ValueNeeded."""
         if tensor.is_floating_point():
             self.notes.append(f"The script reads a computed value{caller()}: traced as 1.0.")
             return 1.0
@@ -394,7 +394,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, tensor: Tensor, category: str, operation: str = "") -> None:
         """Add a storage, or move it to another category."""
         if tensor.device.type == "meta":
-            return  # it has no memory
+            return  # tensors on "meta" have no memory
         storage = tensor.untyped_storage()
         entry = self._storages.get(storage)
         if entry is not None:
@@ -428,7 +428,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _strided(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree that have a storage: of sparse ones, indices and values."""
+    """Yield the tensors in a tree that have a storage; for sparse ones, indices and values."""
     for item in tree_iter(tree):
         if not isinstance(item, Tensor):
             continue
@@ -449,19 +449,19 @@ def is_fake(tensor: object) -> bool:
 
 
 def fake_mode() -> Any:
-    """Return a mode under which new tensors are fake; they also compute with real ones."""
+    """Return a mode in which new tensors are fake; they also compute with real tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public name for it
 
-    # It logs each exception that it raises.
+    # FakeTensorMode logs each exception that it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
 def convertible_parameters() -> Iterator[None]:
-    """Let Module.to(dtype) convert fake parameters: torch swaps them, which weak references bar."""
+    """Let Module.to(dtype) convert fake parameters. torch swaps them, which weak references bar."""
     original: Any = nn.Module._apply
-    converted: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # shared ones once
+    converted: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # shared ones only once
     outermost: list[nn.Module] = []
 
     def apply(module: Any, function: Callable[..., Any], recurse: bool = True) -> Any:
@@ -474,7 +474,7 @@ def convertible_parameters() -> Iterator[None]:
             return convert(module, function, recurse)
         finally:
             outermost.clear()
-            converted.clear()  # the memory of the old parameters is free
+            converted.clear()  # frees the memory of the old parameters
 
     def convert(module: Any, function: Callable[..., Any], recurse: bool) -> Any:
         for child in module.children() if recurse else ():
@@ -497,9 +497,9 @@ def convertible_parameters() -> Iterator[None]:
 
 
 def trace_steps(run: Callable[[StepTracer], None], *, gpu: bool = True) -> Trace:
-    """Trace the steps that `run` runs with a tracer.
+    """Trace the steps that `run` executes with a tracer.
 
-    Raises PredictionError, or what `run` raises.
+    Raises PredictionError, and any error of `run`.
     """
     tracer = StepTracer(gpu=gpu)
     try:
@@ -507,7 +507,7 @@ def trace_steps(run: Callable[[StepTracer], None], *, gpu: bool = True) -> Trace
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             run(tracer)
     except Exception:
-        if not tracer.is_finished:  # what a script does at its end may fail
+        if not tracer.is_finished:  # a script may fail at its end
             raise
     return tracer.result()
 
@@ -522,8 +522,8 @@ def trace_training(
 ) -> Trace:
     """Trace training steps of a model.
 
-    build: makes the model; its tensors are made fake. step: runs a forward pass on a batch, and
-    returns the loss. gpu: in the form that a GPU runs, not in that of this CPU.
+    build: makes the model; its tensors become fake. step: runs a forward pass on a batch, and
+    returns the loss. gpu: trace operations in their form on a GPU instead of this CPU's.
     """
 
     def run(tracer: StepTracer) -> None:
@@ -553,7 +553,7 @@ def caller() -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return type, message and place of an error of the program that is traced."""
+    """Return type, message and place of an error in the traced program."""
     place = _place(traceback.extract_tb(error.__traceback__))
     return f"{type(error).__name__}: {str(error).rstrip('.')}{place}"
 

@@ -1,4 +1,4 @@
-"""Turn a trace into predictions: memory with DDP, times of a GPU, the largest batch."""
+"""Turn a trace into predictions: memory with DDP, times on a GPU, the largest batch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .step_model import Computation, Gradient
 if TYPE_CHECKING:
     from .trace import Trace
 
-_MOST_TRACES = 30  # for the largest micro-batch
+_MOST_TRACES = 30  # traces to find the largest micro-batch
 _MOST_SAMPLES = 2**40
 
 
 def memory(
     trace: Trace, *, bucket_view: bool = False, optimizer: bool | None = None
 ) -> dict[str, float]:
-    """Return the bytes by category at the peak, with DDP's buckets.
+    """Return the bytes by category at the peak, including DDP's buckets.
 
-    optimizer: True for the peak while the optimizer runs, False for that of the rest of the step.
+    optimizer: True: the peak while the optimizer runs; False: in the rest of the step.
     """
     if optimizer is None:
         peak = trace.peak(without_gradients=bucket_view)
@@ -38,8 +38,9 @@ def memory(
 def computation(trace: Trace, gpu: Accelerator, launch_seconds: float = 0.0) -> Computation:
     """Return the times of a step on a GPU: each operation at its limit of arithmetic or memory.
 
-    launch_seconds: what the CPU needs to start an operation. A step whose operations take longer to
-    start than to compute is bound by it: max(sum of the operations, their number * launch_seconds).
+    launch_seconds: seconds the CPU needs to start an operation. If operations take longer to start
+    than to compute, this bounds the step: max(sum of the operations, their number *
+    launch_seconds).
     """
     seconds = [gpu.seconds(operation) for operation in trace.operations]
     computed, started = sum(seconds), launch_seconds * len(seconds)
@@ -48,20 +49,20 @@ def computation(trace: Trace, gpu: Accelerator, launch_seconds: float = 0.0) -> 
     ends = [0.0, *accumulate(seconds)]
     gradients = tuple(Gradient(ends[index + 1], size) for index, size in trace.gradients)
     busy = min(1.0, computed / started) if started else 1.0
-    # What follows the last backward pass, such as clip_grad_norm_(), needs the reduced gradients.
+    # Operations after the last backward pass, such as clip_grad_norm_(), need reduced gradients.
     last = max(i for i, op in enumerate(trace.operations) if op.phase == "backward")
     return Computation(gradients, ends[last + 1], ends[-1] - ends[last + 1], busy)
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """By what factor the time of a step may be wrong, and the kind of steps for which it is so."""
+    """The factor by which the time of a step may be wrong, and the kind of steps it applies to."""
 
     kind: str
     factor: float
 
 
-# The factors within which 9 of 10 published speeds of the kind are: `python -m tests.published`.
+# 9 of 10 published speeds of each kind are within these factors: `python -m tests.published`.
 CONVOLUTIONS = Uncertainty("convolutions", 1.3)
 MATRICES = Uncertainty("matrix products", 1.25)
 GROUPS = Uncertainty("convolutions with few channels in a group", 1.4)
@@ -70,7 +71,7 @@ OTHER = Uncertainty("operations for which no published speed is known", 2.0)
 
 
 def uncertainty(trace: Trace, gpu: Accelerator, launch_seconds: float) -> Uncertainty:
-    """Return how wrong the predicted time may be: that of the least certain part which matters."""
+    """Return the possible error of the predicted time, from the least certain part that matters."""
     times: dict[str, float] = defaultdict(float)
     for operation in trace.operations:
         narrow = operation.kind == "convolution" and operation.width < NARROW
@@ -87,7 +88,7 @@ def uncertainty(trace: Trace, gpu: Accelerator, launch_seconds: float) -> Uncert
 
 
 def scaled_to(computation: Computation, micro_step: float, accumulate_steps: int) -> Computation:
-    """Return a computation of the same shape with measured seconds per micro-step."""
+    """Return a computation of the same shape, with measured seconds per micro-step."""
     factor = micro_step * accumulate_steps / computation.backward_end
     gradients = tuple(Gradient(entry.ready * factor, entry.size) for entry in computation.gradients)
     end = computation.backward_end * factor
@@ -96,10 +97,10 @@ def scaled_to(computation: Computation, micro_step: float, accumulate_steps: int
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The largest micro-batch that fits: 0 samples where none does, None where it is unknown.
+    """The largest micro-batch that fits: 0 samples if none does, None if unknown.
 
-    unconfirmed: why it is not confirmed by traces; "" where it is. data_ended: larger ones may fit,
-    but the script has no data for two steps of them.
+    unconfirmed: why traces do not confirm it; "" if they do. data_ended: larger ones may fit, but
+    the script lacks the data for two steps with them.
     """
 
     samples: int | None
@@ -112,11 +113,11 @@ def largest_batch(
 ) -> LargestBatch:
     """Find the largest micro-batch whose memory is at most the capacity.
 
-    total: traces a micro-batch of so many samples, and returns the bytes at the peak; None where
-    this host is too small for the trace. Raises PlanError.
+    total: traces a micro-batch of this number of samples, and returns the bytes at the peak; None
+    if this host is too small for the trace. Raises PlanError.
 
     Traces at three sizes show what grows linearly and quadratically. Traces at the solution and
-    beside it confirm or correct it.
+    next to it confirm or correct it.
     """
     known: dict[int, float] = {}
     first = [4 * batch, 2 * batch, batch]
@@ -136,7 +137,7 @@ def largest_batch(
         elif fits + 2 * unit in known or not fits:
             return LargestBatch(fits)
         else:
-            size = fits + 2 * unit  # one more, because the memory may depend on divisors
+            size = fits + 2 * unit  # one more unit, because the memory may depend on divisors
         try:
             found = total(size)
         except PredictionError as error:
@@ -155,7 +156,7 @@ def largest_batch(
             return LargestBatch(ended, data_ended=True)
         per_sample = (known[2 * batch] - known[batch]) / batch if 2 * batch in known else 0.0
         if not doubled and 8 * batch < size and found < min(capacity, per_sample * size / 2):
-            first.append(2 * size)  # far less than expected: has it all the data?
+            first.append(2 * size)  # far less than expected: may it already have all the data?
             doubled = True
         if found <= capacity:
             fits = max(fits, size)
@@ -169,7 +170,7 @@ def largest_batch(
 
 
 def _data_end(known: dict[int, float]) -> int | None:
-    """Return the largest batch before the memory stopped growing: later ones hold all the data."""
+    """Return the largest batch before memory stopped growing: larger ones have all the data."""
     most = max(known.values())
     smaller = [samples for samples, size in known.items() if size < most]
     constant = [samples for samples, size in known.items() if size == most]
@@ -177,7 +178,7 @@ def _data_end(known: dict[int, float]) -> int | None:
 
 
 def _solution(known: dict[int, float], capacity: float) -> int:
-    """Return the size at which the curve through the nearest known sizes is at the capacity."""
+    """Return the size at which a curve through the nearest known sizes reaches the capacity."""
     nearest = sorted(known.items(), key=lambda item: abs(item[1] - capacity))
     (x, y), (x1, y1), *more = nearest[:3]
     slope, curvature = (y1 - y) / (x1 - x), 0.0
@@ -199,10 +200,10 @@ def trace_factory(
     *,
     gpu: bool = True,
 ) -> Trace:
-    """Trace the model of a factory "module:function", in the form of a GPU or of this CPU.
+    """Trace a factory's model "module:function", in the form of a GPU or of this CPU.
 
-    The function gets the micro-batch and returns (model, inputs) or (model, inputs, loss): inputs
-    is a tensor, or a tuple or dict of arguments; loss maps the model's output to a number.
+    The function gets the micro-batch and returns (model, inputs) or (model, inputs, loss). inputs:
+    a tensor, or a tuple or dict of arguments. loss: maps the model's output to a number.
     """
     import torch
     from torch import nn

@@ -1,31 +1,32 @@
 """Start ranks from copies of their packages on each node: `ddpkit launch --stage`.
 
-packages.py lists what is staged. index.py finds whether it has changed, archive.py packs it, and
-distribute.py brings the archive to the nodes, with broadcast.py where MPI sends it. There, start.py
-becomes the program of a rank, with a copy that node_copy.py keeps: unpack.py makes it, marker.py
-and imports.py check it, room.py removes it. kept.py has what archives and copies share. Only the
-standard library is used, but for mpi4py in broadcast.py: a Python without site-packages runs these.
-stage_cli.py is the command `ddpkit stage`.
+packages.py lists what is staged. index.py checks whether it has changed, and archive.py packs it.
+distribute.py brings the archive to the nodes; with MPI, broadcast.py sends it. On a node, start.py
+prepares a copy and becomes the program of a rank. node_copy.py keeps the copy, unpack.py makes it,
+marker.py and imports.py check it, and room.py removes it. kept.py is shared by archives and copies.
+Only the standard library is used, except for mpi4py in broadcast.py, because a Python without
+site-packages runs these modules. stage_cli.py is the command `ddpkit stage`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-RECEIVED = "ddpkit-stage-{}.tar"  # an archive that was sent to a node
+RECEIVED = "ddpkit-stage-{}.tar"  # file name of an archive that was sent to a node
 
-# Folders of a copy; an environment has none of these names.
-PACKAGES = "ddpkit-packages"  # further folders of packages
-ALSO = "ddpkit-also"  # folders of --stage-also
+# Folders in a copy; no environment has these names.
+PACKAGES = "ddpkit-packages"  # more folders of packages
+ALSO = "ddpkit-also"  # folders from --stage-also
 CACHES = "ddpkit-caches"
 
-ORIGIN = "ddpkit-stage-of"  # in pyvenv.cfg of a copy: the environment
-# Set for whoever starts ranks: a copy in memory goes with them. A folder that is named keeps it.
+ORIGIN = "ddpkit-stage-of"  # key in a copy's pyvenv.cfg; its value is the environment
+# If set, the process that starts ranks on a node removes copies in memory after them. Unset with
+# --stage-dir, whose copies stay.
 IN_MEMORY = "DDPKIT_STAGED_IN_MEMORY"
 
 
 class StagingError(Exception):
-    """The packages cannot be staged; the message has what was found and what to do."""
+    """The packages cannot be staged; the message says what was found and what to do."""
 
 
 class Archive(NamedTuple):
@@ -34,7 +35,7 @@ class Archive(NamedTuple):
     key: str
     path: str
     size: int  # bytes of the archive
-    files: int  # in it, links included
+    files: int  # files in the archive, links included
     members: str
     prefix: str = ""
-    also: tuple[str, ...] = ()  # folders in it besides those of the environment
+    also: tuple[str, ...] = ()  # other folders in it, from --stage-also

@@ -21,31 +21,31 @@ from .kept import SYSTEM, cleanup_at_signals, locked, remove_leftovers
 from .packages import Environment, Member, members_of, name_of
 
 CHUNK_BYTES = 1 << 20
-_LINE_SECONDS = 10.0  # between two lines of progress
-_OLD_SECONDS = 24 * 3600.0  # an archive of another content, which no launch reads any more
-_READING_SECONDS = 3600.0  # nodes of a launch that began before a change may still read it
+_LINE_SECONDS = 10.0  # seconds between two lines of progress
+_OLD_SECONDS = 24 * 3600.0  # seconds: no launch still reads an unused archive of other content
+_READING_SECONDS = 3600.0  # seconds: nodes of a launch that began before a change may still read it
 _TYPES = {"file": tarfile.REGTYPE, "link": tarfile.SYMTYPE, "folder": tarfile.DIRTYPE}
 
 
 class Record(NamedTuple):
-    """What a folder of archives says about one. for_all: made by `ddpkit stage pack`."""
+    """A folder's record of one archive. for_all: made by `ddpkit stage pack`."""
 
     archive: Archive
     environment: Environment
     for_all: bool
     owner: int
-    used: float  # when a launch of the owner has last used it; since the epoch
+    used: float  # last use by a launch of the owner, in seconds since 1970
 
 
 def line_of(info: tarfile.TarInfo) -> bytes:
-    """Return what a member adds to the hash over the list of members."""
+    """Return a member's part of the hash over the list of members."""
     return f"{info.name} {info.size} {int(info.mtime)} {info.linkname}\n".encode(
         errors="surrogateescape"
     )
 
 
 def owners_of(prefix: str) -> set[int]:
-    """Return the users whose archives of an environment are used: its owner's are as good as it."""
+    """Return the users whose archives are trusted: root, this user, the environment's owner."""
     return {0, os.geteuid(), os.stat(prefix).st_uid}
 
 
@@ -54,8 +54,8 @@ def get_archive(
 ) -> Archive:
     """Return the archive of an environment; pack it where none is kept. Raises StagingError.
 
-    note: prints a line of progress. for_all: other users read it, which leaves no trace, so that it
-    is kept for as long as it fits its environment, beside which it lies.
+    note: prints a line of progress. for_all: other users read the archive, and leave no trace of
+    that. So it is kept for as long as it matches its environment, and lies beside it.
     """
     folders = cache_folders(environment.prefix)
     if for_all:
@@ -75,7 +75,7 @@ def get_archive(
             with contextlib.ExitStack() as stack:
                 with contextlib.suppress(OSError):  # without locks, each launch packs for itself
                     stack.enter_context(locked(folder, key))
-                    if kept := _kept(folder, key, owners):  # packed by another launch meanwhile
+                    if kept := _kept(folder, key, owners):  # another launch has packed it meanwhile
                         return kept.archive
                     remove_leftovers(folder, key)
                 stack.enter_context(cleanup_at_signals())
@@ -91,23 +91,23 @@ def get_archive(
 
 
 def cache_folders(prefix: str = "") -> list[str]:
-    """Return where archives are kept: beside the environment, else in the cache of the user."""
+    """Return the folders for archives: one beside the environment, then the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     own = os.path.join(cache, "ddpkit", "stage")
     return [own] if prefix in ("", *SYSTEM) else [os.path.join(prefix, ".ddpkit-stage"), own]
 
 
 def _kept(folder: str, key: str, owners: set[int]) -> Record | None:
-    """Return a kept archive, and note its use; None where there is none that can be used."""
+    """Return a kept archive, and record its use; None if there is no usable one."""
     record = _read_record(folder, key, owners)
     if record is not None:
-        with contextlib.suppress(OSError):  # of another user
+        with contextlib.suppress(OSError):  # another user's archive
             os.utime(record.archive.path)
     return record
 
 
 def _read_record(folder: str, key: str, owners: set[int]) -> Record | None:
-    """Return what is known of an archive; None where it is not as it was written."""
+    """Return the record of an archive; None if the archive has changed since."""
     try:
         with open(open_owned(os.path.join(folder, f"{key}.json"), owners)) as file:
             found: dict[str, Any] = json.load(file)
@@ -136,7 +136,7 @@ def _write_record(folder: str, archive: Archive, environment: Environment, for_a
 
 
 def records_in(folder: str, owners: set[int]) -> Iterator[Record]:
-    """Yield the archives of a folder that are whole, and of these users."""
+    """Yield the complete archives in a folder that belong to these users."""
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(folder)):
             key, _, kind = name.partition(".")
@@ -145,9 +145,9 @@ def records_in(folder: str, owners: set[int]) -> Iterator[Record]:
 
 
 def fits(record: Record, current: Environment | None = None) -> bool:
-    """Return whether launches may still use an archive; True where that cannot be told.
+    """Whether launches may still use an archive; True if that cannot be told.
 
-    current: an environment as it is now, perhaps that of the archive.
+    current: an environment as it is now, possibly the archive's.
     """
     environment = record.environment
     if current is not None and current.prefix == environment.prefix:
@@ -167,7 +167,7 @@ def remove_archives(
 ) -> None:
     """Remove this user's archives in a folder that no longer fit their environment.
 
-    note: called with a line for each. current: as of fits(). Raises OSError where one cannot be
+    note: called with a line for each. current: see fits(). Raises OSError if one cannot be
     removed.
     """
     owners = owners_of(current.prefix) if current else {os.geteuid()}
@@ -224,8 +224,8 @@ def _pack(
 def _add(tar: tarfile.TarFile, member: Member) -> tarfile.TarInfo:
     info = tarfile.TarInfo(member.name)
     info.type, info.mode = _TYPES[member.kind], member.mode
-    if member.kind != "folder":  # one changes its time when Python compiles a module in it
-        info.mtime = member.mtime_ns // 10**9  # the second, which compiled modules record
+    if member.kind != "folder":  # a folder's time changes when Python compiles a module in it
+        info.mtime = member.mtime_ns // 10**9  # whole seconds, as compiled modules record them
     if member.kind == "link":
         info.linkname = member.text
         tar.addfile(info)
@@ -241,7 +241,7 @@ def _add(tar: tarfile.TarFile, member: Member) -> tarfile.TarInfo:
 
 
 def _remove_old(folder: str, current: Environment) -> None:
-    """Remove archives that no launch has used for a while, but one for all that still fits."""
+    """Remove archives that no launch has used for a while, except one for all that still fits."""
     oldest = time.time() - _OLD_SECONDS
     kept = set()
     for record in records_in(folder, owners_of(current.prefix)):

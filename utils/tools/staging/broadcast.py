@@ -1,4 +1,4 @@
-"""Send the archive to all nodes by MPI: a program that an mpiexec starts once on each of them."""
+"""Send the archive to all nodes by MPI; an mpiexec starts this program once on each of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from . import Archive
 from .node_copy import candidates, is_kept
 from .room import free_bytes, needed_bytes
 
-FAILED = "ddpkit-stage-failed "  # before what ends the broadcast, in the output of a process
-NOT_WRITTEN = "ddpkit-stage-not-written "  # before why one node does not keep the archive
+FAILED = "ddpkit-stage-failed "  # prefix of an error that ends the broadcast
+NOT_WRITTEN = "ddpkit-stage-not-written "  # prefix: why a node does not keep the archive
 _PIECE_BYTES = 4 << 20
 _BUFFERS = 3
 _POLL_SECONDS = 0.001
@@ -26,14 +26,14 @@ _POLL_SECONDS = 0.001
 def main(order: Mapping[str, Any]) -> None:
     """Read the archive on the first node, and write it on the others.
 
-    A node without room takes part, and writes nothing. A file has a name only once all nodes have
-    all of it: a launch that is killed meanwhile leaves none.
-    Anything else that goes wrong is printed: ddpkit launch then ends the processes of all nodes,
-    which may wait for this one in MPI.
+    A node without room takes part, but writes nothing. The file gets its name only when all nodes
+    have all of it, so a launch that is killed meanwhile leaves no file.
+    Any other error is printed. ddpkit launch then ends the processes on all nodes, which may wait
+    for this one in MPI.
 
-    order: archive, stage_dir; target: where to write; hosts: their number; seconds: for all.
+    order: archive, stage_dir; target: path of the file; hosts: their number; seconds: time limit.
     """
-    signal.alarm(int(order["seconds"]))  # also where nobody is left who could end it
+    signal.alarm(int(order["seconds"]))  # ends the process even if nobody else can
     try:
         from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
 
@@ -59,7 +59,7 @@ def _broadcast(world: Any, archive: Archive, order: Mapping[str, Any]) -> None:
     sends: dict[int, Any] = {}
 
     def buffer_of(piece: int) -> memoryview:
-        if piece - _BUFFERS in sends:  # which used the same buffer
+        if piece - _BUFFERS in sends:  # that send used the same buffer
             _wait(sends.pop(piece - _BUFFERS))
         return buffers[piece % _BUFFERS][: archive.size - piece * _PIECE_BYTES]
 
@@ -92,12 +92,12 @@ def _broadcast(world: Any, archive: Archive, order: Mapping[str, Any]) -> None:
 
 
 def _wait(request: Any) -> None:
-    while not request.Test():  # Wait() would take a core, which other jobs may use
+    while not request.Test():  # Wait() would use a whole core, which other jobs may need
         time.sleep(_POLL_SECONDS)
 
 
 def _create(archive: Archive, order: Mapping[str, Any]) -> int | None:
-    """Create the file on this node; None where it has a copy, or no room for both."""
+    """Create the file on this node; None if it has a copy, or no room for both."""
     target, stage_dir = order["target"], order["stage_dir"]
     folder = os.path.dirname(target)
     try:
@@ -120,7 +120,7 @@ def _give_name(file: int, target: str) -> None:
         return
     folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.link(str(file), target, src_dir_fd=folder)  # follows the link there only with a folder
+        os.link(str(file), target, src_dir_fd=folder)  # follows the link in /proc only with dir_fd
     except OSError as error:
         _print(NOT_WRITTEN, str(error.strerror))
     finally:

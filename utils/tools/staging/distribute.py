@@ -1,4 +1,4 @@
-"""Bring the archive to the nodes of a launch: by sbcast or MPI, or each node reads it itself."""
+"""Bring the archive to the nodes of a launch: by sbcast, by MPI, or by reading it on each node."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .packages import find_environment
 from .room import free_bytes, needed_bytes
 
 _PROBE_SECONDS = 60.0
-MPI_SECONDS = 60.0  # to start a process on each node; and for the archive:
+MPI_SECONDS = 60.0  # seconds to start a process on each node; the archive gets more time:
 _SLOW_BYTES_PER_SECOND = 25e6
 END_SECONDS = 10.0
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _SHOWN = 8  # nodes in a message
-_NOT_OF_RANKS = (FAILURE_FILE, exclude_file.VARIABLE)  # its failure is not that of the ranks
+_NOT_OF_RANKS = (FAILURE_FILE, exclude_file.VARIABLE)  # not for spares: no ranks fail there
 
 
 def stage(
@@ -46,13 +46,13 @@ def stage(
     also: Sequence[str],
     note: Callable[[str], None],
 ) -> list[str]:
-    """Return the words before those of each rank, which stage the packages of its Python.
+    """Return the command line prefix of each rank, which stages the packages of its Python.
 
-    They are empty where that is not possible, and note() prints why.
+    It is empty if staging is not possible; note() then prints why.
 
-    hosts: of the ranks; own_host: of this process. environ: of the ranks. spares: further hosts.
-    one_per_host: words before those of a program that an mpiexec is to start on each of the hosts;
-    --python for it may follow.
+    hosts: hosts of the ranks; own_host: this one. environ: variables of the ranks. spares: number
+    of further hosts. one_per_host: command line prefix that lets mpiexec start one process on each
+    host; --python may follow it.
     """
     began = time.monotonic()
     try:
@@ -65,7 +65,7 @@ def stage(
         return []
     received = ""
     folders = candidates(stage_dir, environ)
-    # Later jobs find copies on most nodes; a node without one reads the archive itself.
+    # Later jobs find copies on most nodes; a node without a copy reads the archive itself.
     if not stage_dir and _ends_with_job(folders[0], environ) and not is_kept(archive.key, folders):
         note(
             f"staging: $TMPDIR, {folders[0]}, is removed with the job, and the copy with it. To "
@@ -82,7 +82,7 @@ def stage(
         ):
             words = [*one_per_host, "--python", mpi4py, "--", "python", "-c"]
             _send_by_mpi(archive, target, len(hosts), stage_dir, words, note)
-            received = target  # what a node has of it
+            received = target  # a node uses the part of it that has arrived
     order = {
         "archive": tuple(archive),
         "python": python,
@@ -99,9 +99,10 @@ def stage(
 def on_spares(
     words: Sequence[str], starter: Sequence[str], variables: Mapping[str, str]
 ) -> Iterator[None]:
-    """Make the copy on spare hosts, too, meanwhile: a restart then has it at once.
+    """Meanwhile make the copy on spare hosts, too, so that a restart has it at once.
 
-    words: start a program on each of them; starter: of stage(). variables: of who starts ranks.
+    words: start a program on each spare host. starter: result of stage(). variables: set for the
+    process that starts ranks.
     """
     environ = {name: value for name, value in os.environ.items() if name not in _NOT_OF_RANKS}
     environ |= variables
@@ -120,14 +121,14 @@ def on_spares(
 
 
 def _ends_with_job(folder: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a folder has the number of the job in its name, as $TMPDIR of PBS has."""
+    """Whether a folder's name contains the job's number, as $TMPDIR does in PBS."""
     ids = (environ.get(name, "").partition(".")[0] for name in ("PBS_JOBID", "SLURM_JOB_ID"))
     names = re.split(r"[^0-9A-Za-z]+", folder)
     return any(job_id and job_id.partition("[")[0] in names for job_id in ids)
 
 
 def _code(what: str) -> str:
-    """Return code that imports from a module of this folder, without site-packages."""
+    """Return code that imports from a module of this folder without site-packages."""
     root, name = import_path(__name__, __file__)
     return f"import sys; sys.path.insert(0, {root!a}); from {name.rpartition('.')[0]}.{what}"
 
@@ -148,9 +149,9 @@ def _send_by_mpi(
     words: Sequence[str],
     note: Callable[[str], None],
 ) -> None:
-    """Run broadcast.main() on all hosts. Where it fails, nodes lack the file, or the end of it.
+    """Run broadcast.main() on all hosts. If it fails, nodes lack the file or its end.
 
-    words: before the code for Python.
+    words: command line prefix for the Python code.
     """
     start, seconds = time.monotonic(), MPI_SECONDS + archive.size / _SLOW_BYTES_PER_SECOND
     order = {
@@ -193,11 +194,11 @@ def _send_by_mpi(
 
 
 def _ends_with_parent() -> Callable[[], None]:
-    """Return what a child calls to receive SIGTERM when this process ends, even by SIGKILL."""
+    """Return a function for a child: it gets SIGTERM when this process ends, even by SIGKILL."""
     import ctypes  # slow to load, and seldom needed
 
     parent = os.getpid()
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # macOS has none
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # macOS has no prctl()
 
     def end_with_parent() -> None:
         if prctl is not None:
@@ -209,7 +210,7 @@ def _ends_with_parent() -> Callable[[], None]:
 
 
 def _read_output(process: subprocess.Popen[bytes], limit: float) -> tuple[str, str]:
-    """Read until the processes have ended, or one has failed; return the output and the problem."""
+    """Read until the processes have ended or one has failed; return the output and the problem."""
     assert process.stdout is not None
     output = ""
     while select.select([process.stdout], [], [], max(0.0, limit - time.monotonic()))[0]:
@@ -225,7 +226,7 @@ def _read_output(process: subprocess.Popen[bytes], limit: float) -> tuple[str, s
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launch and its processes on all hosts; it has a reaper for them should it be killed."""
+    """End a launch and its processes on all hosts. If it must be killed, its reaper ends them."""
     for end in (process.terminate, process.kill):
         if process.poll() is None:
             end()
@@ -241,18 +242,20 @@ def _send_by_sbcast(
 ) -> str:
     """Send the archive to all nodes of a Slurm job; return its path there, or "".
 
-    Slurm sends to every node of a job: those of no launch would keep the file.
+    Slurm sends to every node of a job. Nodes outside the launch would keep the file, so all nodes
+    have to be in it.
     """
     program = shutil.which("sbcast")
     if program is None or os.environ.get("SLURM_JOB_NUM_NODES") != str(hosts):
         return ""
-    with suppress(OSError):  # no such folder here, but perhaps on the other nodes: sbcast finds out
+    with suppress(OSError):  # the folder may exist on other nodes only; sbcast then reports it
         if free_bytes(os.path.dirname(target)) < archive.size + needed_bytes(archive):
             note(f"staging: no room for sbcast's file. Each node reads {archive.path} itself")
             return ""
     start = time.monotonic()
-    # Each block reaches all before the next one is sent, in FANOUT * log(hosts) / log(FANOUT) times
-    # that of one link, which is least for 3. Slurm's default is 8 or more.
+    # Each block reaches all nodes before the next one is sent. That takes FANOUT * log(hosts) /
+    # log(FANOUT) times as long as over one link, which is least for 3. Slurm's default is 8 or
+    # more.
     words = [program, "--force", "--fanout=3", archive.path, target]
     try:
         done = subprocess.run(words, capture_output=True, text=True, preexec_fn=_ends_with_parent())

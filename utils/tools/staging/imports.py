@@ -1,6 +1,6 @@
-"""Import once from a copy what a script imports: some libraries load only where they are installed.
+"""Import a script's packages once from a copy: some libraries load only where they are installed.
 
-Those have paths out of their folder in them, for example an RPATH beyond the environment.
+Such libraries contain paths out of their folder, for example an RPATH beyond the environment.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from contextlib import suppress
 from . import StagingError
 from .marker import MARKER
 
-_SECONDS = 300.0  # for all imports of a script; a first import of torch may take half a minute
-_IMPORTED = f"{MARKER}-imports"  # in a copy: names that have been imported from it
+_SECONDS = 300.0  # seconds for all imports of a script; a first import of torch may take 30
+_IMPORTED = f"{MARKER}-imports"  # file in a copy: names that were imported from it
 _STATEMENT = re.compile(rb"^(import|from)[ \t]+([\w., \t]+)", re.MULTILINE)
-# A process with these would take part in the launch.
+# Variables of ranks. A process with these would take part in the launch.
 _OF_RANKS = re.compile("(PMI|OMPI_|PRTE_|HYDRA|MPI_|PALS_|SLURM_|DDPKIT_|RANK$|LOCAL_|WORLD_)")
 _LINE = "ddpkit-import "
-# The name of a package alone: `import mpi4py.MPI` would start MPI.
+# Imports only the top-level package: `import mpi4py.MPI` would start MPI.
 _CODE = f"""
 import importlib, importlib.util, sys
 for name in sys.argv[1:]:
@@ -34,12 +34,12 @@ for name in sys.argv[1:]:
 def check_imports(
     copy: str, words: Sequence[str], shared: str, environ: Mapping[str, str], own: Mapping[str, str]
 ) -> None:
-    """Raise StagingError where a package of a script can be imported, but not from a copy.
+    """Raise StagingError if a script's package can be imported, but not from a copy.
 
-    Packages that no script has imported from this copy before are imported, in another process.
+    Packages that no script has imported from this copy before are imported in another process.
 
-    words: of the program. shared: the Python of the environment. environ: of a process with the
-    copy; own: of one without.
+    words: command line of the program. shared: the environment's Python. environ: variables of a
+    process with the copy; own: without it.
     """
     script = next((word for word in words if word.endswith(".py")), "")
     if not script and "-m" in words[:-1]:
@@ -60,13 +60,13 @@ def check_imports(
         if done is not None and done[0] == 0:
             reason = (errors.strip().splitlines() or [f"exit status {status}"])[-1]
             raise StagingError(f"{name} can be imported only from where it is installed: {reason}")
-        return  # the ranks find the same
+        return  # the ranks get the same error
     with suppress(OSError), open(os.path.join(copy, _IMPORTED), "a", encoding="utf-8") as file:
         file.write("".join(f"{name}\n" for name in names))
 
 
 def _names(script: str) -> list[str]:
-    """Return the packages that a script imports at its top, without those of Python itself."""
+    """Return the packages that a script imports at its top, except Python's own."""
     names = []
     with suppress(OSError), open(script, "rb") as file:
         for keyword, text in _STATEMENT.findall(file.read()):
@@ -77,7 +77,7 @@ def _names(script: str) -> list[str]:
 
 
 def _run(words: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str, str] | None:
-    """Return exit status, output and errors of a process; None where it takes too long."""
+    """Return exit status, output and errors of a process; None if it takes too long."""
     import subprocess  # slow to load, and seldom needed
 
     env = {name: value for name, value in environ.items() if not _OF_RANKS.match(name)}

@@ -1,8 +1,8 @@
-"""Find the key of an environment without a walk over its files, where nothing in it has changed.
+"""Find the key of an unchanged environment without a walk over its files.
 
 The index has the time of each folder, and the time and size of each file that Python may load. New,
-removed and renamed files change the time of their folder. C headers and stubs of types are half of
-all files: one of them that is edited in place is not noticed.
+removed and renamed files change the time of their folder. C headers and type stubs, half of all
+files, are not in the index: if one of them is edited in place, that is not noticed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...host.trust import make_folders, open_owned
 from .packages import Environment, Member, key_of, name_of
 
 _NOT_LOADED = (".h", ".hpp", ".cuh", ".pyi")
-_TRIED = 50  # files, to learn how long one takes
-_SLOW_SECONDS = 50e-6  # for one file: from here on threads are worth their time
-_THREADS = 16  # a parallel file system answers many at once
-_SETTLED_NS = 2 * 10**9  # a younger file may change again without another time
+_TRIED = 50  # files to time first
+_SLOW_SECONDS = 50e-6  # seconds per file; if slower, threads are worth their start
+_THREADS = 16  # a parallel file system answers many requests at once
+_SETTLED_NS = 2 * 10**9  # nanoseconds; a younger file may change again without a new time
 
 
 def find_key(environment: Environment, folders: Sequence[str], owners: set[int]) -> str:
-    """Return the key of an environment, from an index in one of these folders if it still holds."""
+    """Return the key of an environment, from an index in one of these folders if it is valid."""
     name = f"{name_of(environment)}.index"
     for folder in folders:
         with suppress(OSError, ValueError):
@@ -35,7 +35,7 @@ def find_key(environment: Environment, folders: Sequence[str], owners: set[int])
                 header, *paths = file.read().split(b"\0")
             key, digest, count = header.decode("ascii").split()
             if digest == _digest(paths[: int(count)], paths[int(count) :]):
-                with suppress(OSError):  # of another user
+                with suppress(OSError):  # the folder belongs to another user
                     os.utime(os.path.join(folder, name))
                 return key
     return _walk(environment, [os.path.join(folder, name) for folder in folders])
@@ -85,7 +85,7 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _digest(folders: Sequence[bytes], files: Sequence[bytes]) -> str:
-    """Return a hash over the times of folders, and the times and sizes of files. Raises OSError."""
+    """Return a hash over folders' times, and files' times and sizes. Raises OSError."""
     times = [status.st_mtime_ns for status in _status(folders)]
     both = [(status.st_mtime_ns, status.st_size) for status in _status(files)]
     numbers = array("q", [*times, *chain.from_iterable(both)])
@@ -93,7 +93,7 @@ def _digest(folders: Sequence[bytes], files: Sequence[bytes]) -> str:
 
 
 def _status(paths: Sequence[bytes]) -> Iterable[os.stat_result]:
-    """Return the status of each file: by one thread, unless the file system is slow."""
+    """Return the status of each file, in threads if the file system is slow."""
     seconds = []
     for path in paths[:_TRIED]:
         start = time.perf_counter()

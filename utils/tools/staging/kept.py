@@ -1,7 +1,7 @@
-"""What launches keep in a folder, by key: one process makes it under a lock, later ones use it.
+"""Keep things in a folder by key: one process makes a thing under a lock, later ones use it.
 
 KEY.lock is locked by the process that makes, checks or removes KEY. A folder KEY-... or .KEY-... is
-not complete, or no longer: what has the name KEY is whole.
+incomplete, or is being removed. A folder with the name KEY is complete.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from . import ALSO, CACHES, PACKAGES
 def locked(folder: str, key: str, *, kind: str = "lock", wait: bool = True) -> Iterator[int]:
     """Hold the lock of a key; yield the descriptor of its file.
 
-    The process that removes KEY removes the file of the lock, too: a lock on a file that has lost
-    its name excludes nobody, and is taken again.
+    The process that removes KEY removes its lock file, too. A lock on a file without a name
+    excludes nobody, and is taken again.
 
-    kind: the end of the file's name. wait: False raises OSError where another process has the lock.
-    Raises OSError where the file system has no locks.
+    kind: suffix of the file's name. wait: False raises OSError if another process has the lock.
+    Raises OSError if the file system has no locks.
     """
     path = os.path.join(folder, f"{key}.{kind}")
     is_locked = False
@@ -37,16 +37,16 @@ def locked(folder: str, key: str, *, kind: str = "lock", wait: bool = True) -> I
             with suppress(FileNotFoundError):
                 is_locked = os.path.samestat(os.fstat(descriptor), os.lstat(path))
             if is_locked:
-                os.utime(descriptor)  # old files of locks are removed
+                os.utime(descriptor)  # keeps the lock file from being removed as old
                 yield descriptor
         finally:
             os.close(descriptor)
 
 
 def remove_leftovers(folder: str, own: str) -> None:
-    """Remove what killed processes have left. own: the key that this process has locked.
+    """Remove leftovers of killed processes. own: the key that this process has locked.
 
-    A process that still works on a key has its lock.
+    A process that still works on a key holds its lock.
     """
     for name in os.listdir(folder):
         key, hyphen, _ = name.removeprefix(".").partition("-")
@@ -61,7 +61,7 @@ def remove_leftovers(folder: str, own: str) -> None:
 
 @contextmanager
 def cleanup_at_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise, for what removes temporary files, and end the process after."""
+    """Let SIGTERM and SIGHUP raise, so that temporary files are removed; then end the process."""
     received = []
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -85,12 +85,12 @@ def cleanup_at_signals() -> Iterator[None]:
             os.kill(os.getpid(), received[0])
 
 
-SYSTEM = ("/", "/usr", "/usr/local")  # their folders are no environment
-_OWN = ("bin", "lib", "lib64", "pyvenv.cfg", PACKAGES, ALSO, CACHES)  # a copy has its own
+SYSTEM = ("/", "/usr", "/usr/local")  # prefixes that are not an environment's own folder
+_OWN = ("bin", "lib", "lib64", "pyvenv.cfg", PACKAGES, ALSO, CACHES)  # a copy has its own of these
 
 
 def names_beside(prefix: str) -> list[str]:
-    """Return what lies in an environment, in its bin and in its lib: paths relative to it."""
+    """Return the entries of an environment, its bin and its lib, as paths relative to it."""
     if prefix in ("", *SYSTEM):
         return []
     found = [
@@ -103,7 +103,7 @@ def names_beside(prefix: str) -> list[str]:
 
 
 def add_links(copy: str, prefix: str) -> bool:
-    """Link to what was added to an environment after it was packed; return whether any was."""
+    """Link to entries added to an environment after it was packed; return whether any was."""
     added = False
     for name in names_beside(prefix):
         path = os.path.join(copy, name)

@@ -1,4 +1,4 @@
-"""Whether a copy on a node still has all its files: a marker in it records how many."""
+"""Check that a copy on a node still has all its files, by the numbers in a marker file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import suppress
 
 from . import ALSO, PACKAGES, Archive
 
-MARKER = ".ddpkit-complete"  # its time: when a launch has last used the copy
-_SHALLOW = ""  # the copy itself: files and links only, as ranks write into folders in it
+MARKER = ".ddpkit-complete"  # its time is the last use of the copy by a launch
+_SHALLOW = ""  # the copy's top folder; its subfolders do not count, as ranks write there
 _COUNTED = ("bin", "lib", PACKAGES, ALSO, _SHALLOW)
 
 
 def is_complete(copy: str) -> bool:
-    """Return whether no folder of a copy has lost files: a node may clean its /tmp.
+    """Whether no folder of a copy has lost files. A node may clean its /tmp.
 
     Only folders that have changed since the marker was written are read again.
     """
@@ -29,19 +29,19 @@ def is_complete(copy: str) -> bool:
             if now != int(modified):  # Python may have compiled a module in it
                 if len(_files_in(folder)[0]) < int(count):
                     return False
-                if name != _SHALLOW:  # which each new marker changes
+                if name != _SHALLOW:  # writing a new marker changes this one
                     line, changed = f"{now} {count} {name}", True
             lines.append(line)
     except (OSError, ValueError):
         return False
     if changed:
-        with suppress(OSError):  # the disk is full
+        with suppress(OSError):  # the disk may be full
             _write_marker(copy, lines)
     return os.access(os.path.join(copy, "bin", "python"), os.X_OK)  # a link out of the copy
 
 
 def write_marker(copy: str) -> None:
-    """Record each folder of a copy: when it was changed, and how many files are in it."""
+    """Record each folder of a copy: its time of change, and the number of files in it."""
     lines, folders = [], list(_COUNTED)
     while folders:
         name = folders.pop()
@@ -62,7 +62,7 @@ def _write_marker(copy: str, lines: Sequence[str]) -> None:
 
 
 def _files_in(folder: str) -> tuple[list[str], list[str]]:
-    """Return the names of files and links in a folder, and of folders but __pycache__."""
+    """Return the names of files and links in a folder, and of folders except __pycache__."""
     files, folders = [], []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -75,5 +75,5 @@ def _files_in(folder: str) -> tuple[list[str], list[str]]:
 
 
 def moved_folders(copy: str, archive: Archive) -> dict[str, str]:
-    """Return each folder of --stage-also, and where it is in a copy."""
+    """Return each folder of --stage-also, and its path in a copy."""
     return {folder: f"{copy}/{ALSO}/{number}" for number, folder in enumerate(archive.also)}

@@ -1,10 +1,10 @@
-"""The copy of the packages on a node: made once, kept for later jobs, removed when it is old.
+"""Keep a copy of the packages on a node: made once, kept for later jobs, removed when it is old.
 
-Below a folder that only its owner can enter, ddpkit-stage-UID, each copy has the folder KEY, the
-file KEY.lock (kept.py), with what its last check has found, and KEY.used, locked by each rank that
-uses it. A copy has its name only once it is complete.
+Copies lie below ddpkit-stage-UID, a folder that only its owner can enter. Each copy has a folder
+KEY; a file KEY.lock (kept.py) with the result of its last check; and KEY.used, which each rank that
+uses the copy locks. The folder gets its name only when the copy is complete.
 
-Each rank loads this module: the parts that a kept copy does not need are in modules of their own.
+Each rank loads this module. Parts that a kept copy does not need are in other modules.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .marker import MARKER, is_complete, write_marker
 
 
 class Prepared(NamedTuple):
-    """A copy that a rank can use. made_in: seconds; 0 for a kept one."""
+    """A copy that a rank can use. made_in: seconds it took to make; 0 for a kept copy."""
 
     path: str
     made_in: float
 
 
 class _State(NamedTuple):
-    """What the first rank of a start has found about a copy, for the others on the node."""
+    """The first rank's result for a copy, read by the other ranks of the start on the node."""
 
     start: str = ""
     problem: str = ""
@@ -39,14 +39,14 @@ class _State(NamedTuple):
 
 
 def candidates(stage_dir: str, environ: Mapping[str, str]) -> list[str]:
-    """Return the folders of a node that may hold copies, the preferred first."""
+    """Return the folders of a node that may hold copies, in order of preference."""
     if stage_dir:
         return [os.path.expandvars(os.path.expanduser(stage_dir))]
     return [environ.get("TMPDIR") or "/tmp", "/dev/shm"]
 
 
 def is_kept(key: str, folders: Sequence[str]) -> bool:
-    """Return whether one of these folders holds a copy that was complete."""
+    """Whether one of these folders holds a copy that was complete."""
     return any(os.path.exists(os.path.join(root_of(each), key, MARKER)) for each in folders)
 
 
@@ -57,14 +57,14 @@ def prepare(
     start: str,
     check: Callable[[str], None] = lambda copy: None,
 ) -> Prepared:
-    """Return the copy on this node; make it where there is none. Raises StagingError.
+    """Return the copy on this node; make it if there is none. Raises StagingError.
 
-    The first rank of a start checks or makes it, the others wait for the result. This process, and
+    The first rank of a start checks or makes it; the others wait for the result. This process, and
     the program that it becomes, keep the copy from being removed.
 
-    source: the archive on this node, or "" for archive.path. start: an id of this start of the
-    ranks; a launch that restarts them checks the copy again. check: called with the path of a
-    complete copy; raises StagingError where it cannot be used.
+    source: path of the archive on this node, or "" for archive.path. start: id of this start of
+    the ranks; after a restart the copy is checked again. check: called with the path of a complete
+    copy; raises StagingError if it cannot be used.
     """
     problems = []
     for folder in folders:
@@ -85,7 +85,7 @@ def _prepare_in(
     state: int,
     check: Callable[[str], None],
 ) -> Prepared:
-    """Check or make the copy, under its lock. state: the file that is locked."""
+    """Check or make the copy, under its lock. state: descriptor of the locked file."""
     copy = os.path.join(root, archive.key)
     known = _read_state(state)
     if known.start != start:
@@ -99,14 +99,14 @@ def _prepare_in(
 
                 make(root, copy, archive, source)
                 known = known._replace(made_in=time.monotonic() - began)
-            with suppress(OSError):  # the disk is full
+            with suppress(OSError):  # the disk may be full
                 if add_links(copy, archive.prefix):
                     write_marker(copy)
             os.utime(os.path.join(copy, MARKER))
             check(copy)
         except (OSError, StagingError) as error:
             known = known._replace(problem=getattr(error, "strerror", None) or str(error))
-        with suppress(OSError):  # the disk is full
+        with suppress(OSError):  # the disk may be full
             os.ftruncate(state, 0)
             os.pwrite(state, "\0".join(map(str, known)).encode(), 0)
         if any("." not in name and name != archive.key for name in os.listdir(root)):
@@ -127,11 +127,11 @@ def root_of(folder: str) -> str:
 
 
 def open_root(folder: str, *, make: bool = True) -> str:
-    """Return the folder of this user's copies. OSError, StagingError for one that is not safe.
+    """Return the folder of this user's copies. Raises OSError, or StagingError if it is not safe.
 
-    Others can replace nothing on the way to it, so that its path stays that of what was checked.
+    Nobody else can replace a folder in its path, so the path still leads to the checked folder.
 
-    make: whether to make it where there is none.
+    make: whether to make it if there is none.
     """
     above, name = os.path.realpath(folder), os.path.basename(root_of(folder))
     parent = may_trust(above, "name another folder with --stage-dir", is_parent=True)
@@ -158,20 +158,21 @@ def _read_state(descriptor: int) -> _State:
         return _State()
 
 
-_LAST_RANK_SECONDS = 1.0  # for other ranks of the node, and workers of this one, to end
+_LAST_RANK_SECONDS = 1.0  # seconds for other ranks of the node, and workers of this one, to end
 _POLL_SECONDS = 0.05
 
 
 def remove_from_memory(environ: Mapping[str, str]) -> None:
-    """Remove copies in memory that no rank uses any more: other jobs need the memory.
+    """Remove copies in memory that no rank uses any more, because other jobs need the memory.
 
-    Who has started ranks on a node calls it once they have ended; the last one removes the copy.
+    The process that has started ranks on a node calls this after their end. The last such process
+    removes the copy.
 
-    environ: of a rank.
+    environ: variables of a rank.
     """
     if not environ.get(IN_MEMORY):
         return
-    from .room import copies_in, is_in_memory, remove_copy  # a rank does not need them
+    from .room import copies_in, is_in_memory, remove_copy  # not needed by a rank
 
     limit = time.monotonic() + _LAST_RANK_SECONDS
     for folder in candidates("", environ):

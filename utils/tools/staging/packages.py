@@ -1,8 +1,8 @@
-"""The packages of an environment, as members of an archive that is an environment of its own.
+"""List the packages of an environment as members of an archive, which has the layout of a venv.
 
-The archive has the layout of a venv: Python started from there finds its packages, and handles
-their .pth files, as it does in the environment itself. Its interpreter and standard library are
-links to those of the environment, as is all else that lies beside the packages.
+Python started from the copy finds its packages and handles their .pth files as in the environment
+itself. The interpreter, the standard library and all else beside the packages are links into the
+environment.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from . import ALSO, ORIGIN, PACKAGES, StagingError
 from .kept import SYSTEM, names_beside
 
 _PROBE_SECONDS = 120.0
-_THREADS = 8  # a parallel file system answers many at once
+_THREADS = 8  # a parallel file system answers many requests at once
 _FORMAT = "3"
-_NO_PACKAGES = "/nonexistent"  # in the place of ~/.local, for packages that all users have
+_NO_PACKAGES = "/nonexistent"  # replaces ~/.local, for packages that all users have
 _PROBE = r"""
 import importlib.util, json, os, site, sys
 folders = site.getsitepackages()
@@ -45,20 +45,20 @@ print("\nddpkit-stage " + json.dumps(found))
 
 
 class Environment(NamedTuple):
-    """A Python and the folders of its packages, in the order in which it searches them."""
+    """A Python and its folders of packages, in search order."""
 
     version: str  # sys.version
     short: str  # "3.11"
     prefix: str
-    base: str  # the interpreter itself
+    base: str  # path of the interpreter
     folders: tuple[str, ...]
     also: tuple[str, ...] = ()  # other folders to stage
     has_user_site: bool = False  # whether it imports usercustomize
-    torch: str = ""  # the first file that it imports of torch
+    torch: str = ""  # the first file of torch that it imports
 
     @property
     def shared_torch(self) -> str:
-        """Return where torch is if it is not staged, and what to do; "" where it is staged."""
+        """Return where torch is if it is not staged, and what to do; "" if it is staged."""
         real, folder = os.path.realpath(self.torch), os.path.dirname(os.path.dirname(self.torch))
         if not self.torch or any(_moved(real, source, name) for source, name in self.staged):
             return ""
@@ -70,7 +70,7 @@ class Environment(NamedTuple):
 
     @property
     def staged(self) -> list[tuple[str, str]]:
-        """Return each staged folder, and its name in the archive."""
+        """Return each staged folder with its name in the archive."""
         first = f"lib/python{self.short}/site-packages"
         names = [first, *(f"{PACKAGES}/{number}" for number in range(1, len(self.folders)))]
         also = [(folder, f"{ALSO}/{number}") for number, folder in enumerate(self.also)]
@@ -78,7 +78,7 @@ class Environment(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A member of the archive. text: the target of a link, or a content other than the source's."""
+    """A member of the archive. text: target of a link, or content that replaces the source's."""
 
     name: str
     kind: str  # "file", "link" or "folder"
@@ -90,9 +90,9 @@ class Member(NamedTuple):
 
 
 def find_environment(python: str, also: Sequence[str], *, for_all: bool = False) -> Environment:
-    """Query a Python for the folders of its packages. Raises StagingError.
+    """Query a Python for its folders of packages. Raises StagingError.
 
-    for_all: leave out the packages that this user has installed with `pip install --user`.
+    for_all: leave out packages that this user has installed with `pip install --user`.
     """
     also = tuple(os.path.realpath(os.path.expanduser(folder)) for folder in also)
     for folder in also:
@@ -106,11 +106,11 @@ def find_environment(python: str, also: Sequence[str], *, for_all: bool = False)
 
 
 def _describe(python: str, for_all: bool) -> dict[str, Any]:
-    """Return the fields of an Environment, but also; of this process where that is its Python."""
+    """Return an Environment's fields except `also`; from this process if it runs that Python."""
     isolated = sys.flags.no_site or sys.flags.no_user_site or sys.flags.ignore_environment
     if python == sys.executable and not isolated and not for_all:
         names: dict[str, Any] = {}
-        exec(_PROBE, names)  # the same lines as in another Python, without the time to start one
+        exec(_PROBE, names)  # the same code as for another Python, without starting one
         return dict(names["found"])
     words = [python, "-c", _PROBE + _PRINT]
     environ = {**os.environ, **({"PYTHONUSERBASE": _NO_PACKAGES} if for_all else {})}
@@ -128,14 +128,14 @@ def _describe(python: str, for_all: bool) -> dict[str, Any]:
 
 
 def name_of(environment: Environment) -> str:
-    """Return a hash over which folders are staged, whatever they hold."""
+    """Return a hash over the names of the staged folders, not over their contents."""
     return _hash(environment).hexdigest()[:24]
 
 
 def key_of(environment: Environment, visit: Callable[[Member], None]) -> str:
     """Return a hash over names, sizes and times of all that is staged.
 
-    Compiled modules are left out: the first program that imports a module writes them.
+    Compiled modules are left out, because the first program that imports a module writes them.
 
     visit: called with each member.
     """
@@ -149,14 +149,14 @@ def key_of(environment: Environment, visit: Callable[[Member], None]) -> str:
 
 
 def _hash(environment: Environment) -> hashlib._Hash:
-    # Some Pythons have the name by which they were started as their base: python or python3.
+    # The base of some Pythons is the name they were started by: python or python3.
     folder, real = os.path.dirname(environment.base), os.path.realpath(environment.base)
     named = environment._replace(base=f"{folder}:{real}", torch="")
     return hashlib.sha256(json.dumps([_FORMAT, *named]).encode())
 
 
 def members_of(environment: Environment) -> Iterator[Member]:
-    """Yield all members of the archive, each folder before what it holds."""
+    """Yield all members of the archive, each folder before its contents."""
     yield from _surroundings(environment)
     for folder, name in environment.staged:
         yield from _walk(folder, name, environment.staged, compiled=True)
@@ -165,7 +165,7 @@ def members_of(environment: Environment) -> Iterator[Member]:
         f"import os, site, sys; site.addsitedir(os.path.join(sys.prefix, {name!r}))\n"
         for name in others
     )
-    if environment.has_user_site:  # a venv, as the copy is, has none
+    if environment.has_user_site:  # a venv has no user site, and the copy is one
         code = "importlib.util.find_spec('usercustomize') and __import__('usercustomize')"
         add += f"import importlib.util; {code}\n"
     if add:
@@ -173,7 +173,7 @@ def members_of(environment: Environment) -> Iterator[Member]:
 
 
 def _surroundings(environment: Environment) -> Iterator[Member]:
-    """Yield what makes a venv of the archive, and links to what lies beside the packages."""
+    """Yield the members that make the archive a venv, and links to entries beside the packages."""
     prefix, library = environment.prefix, f"python{environment.short}"
     home = os.path.dirname(environment.base)
     settings = f"home = {home}\ninclude-system-site-packages = false\n{ORIGIN} = {prefix}\n"
@@ -190,9 +190,9 @@ def _surroundings(environment: Environment) -> Iterator[Member]:
 
 
 def _library_64(prefix: str, library: str) -> str:
-    """Return where lib64 of the archive leads: a folder of its own may hold shared libraries.
+    """Return the target of the archive's lib64. A separate lib64 may hold shared libraries.
 
-    Python would find the shared packages in one that has packages.
+    If lib64 has packages, Python would find the shared packages there, so it is not linked.
     """
     path = os.path.join(prefix, "lib64")
     is_own = prefix not in SYSTEM and os.path.isdir(path) and not os.path.islink(path)
@@ -202,7 +202,7 @@ def _library_64(prefix: str, library: str) -> str:
 def _walk(
     folder: str, name: str, staged: Sequence[tuple[str, str]], *, compiled: bool
 ) -> Iterator[Member]:
-    """Yield the members of a folder: those of each of its entries at a time, in order."""
+    """Yield the members of a folder, in order, one entry's members after another."""
     yield Member(name, "folder", folder, mtime_ns=os.stat(folder).st_mtime_ns, mode=0o755)
     top = _entries(folder, name, folder, compiled)
     for member in top:
@@ -222,9 +222,9 @@ def _walk(
 
 
 def _with_moved_lines(member: Member, folder: str, staged: Sequence[tuple[str, str]]) -> Member:
-    """Return a .pth file whose lines lead to the same folders from the archive, or to staged ones.
+    """Return a .pth file whose lines lead from the archive to the same folders, or to staged ones.
 
-    folder: in which it lies. A relative line out of it becomes absolute.
+    folder: the folder of the file. A relative line that leads out of it becomes absolute.
     """
     with open(member.source, encoding="utf-8", errors="surrogateescape") as file:
         lines = file.read().splitlines()
@@ -241,7 +241,7 @@ def _with_moved_lines(member: Member, folder: str, staged: Sequence[tuple[str, s
 
 
 def _moved(path: str, source: str, name: str) -> str:
-    """Return the name in the archive of a path in a staged folder, or ""."""
+    """Return the name in the archive for a path in a staged folder; "" for other paths."""
     for each, folder in ((path, source), (os.path.realpath(path), os.path.realpath(source))):
         if each == folder or each.startswith(f"{folder}/"):
             return os.path.normpath(os.path.join(name, os.path.relpath(each, folder)))
@@ -258,7 +258,7 @@ def _below(folder: Member, root: str, compiled: bool) -> Iterable[Member]:
 
 
 def _entries(folder: str, name: str, root: str, compiled: bool) -> list[Member]:
-    """Return the members of a folder, without those of folders in it."""
+    """Return the members of a folder, without its subfolders' contents."""
     found = []
     try:
         with os.scandir(folder) as entries:

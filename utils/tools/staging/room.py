@@ -1,6 +1,6 @@
-"""How much room a node has for copies, and which copies are removed: none that a rank uses.
+"""Find how much room a node has for copies, and remove copies that no rank uses.
 
-Old ones go, and those whose room another copy needs.
+Old copies are removed, and copies whose room another one needs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .kept import locked, remove_leftovers
 from .marker import MARKER
 
 _OLD_SECONDS = 7 * 24 * 3600.0
-_SHARE = 0.5  # of the disk: what all copies may use
-_SPARE_BYTES = 64 << 20  # besides the files themselves: for their inodes, and for caches
+_SHARE = 0.5  # share of the disk that all copies may use
+_SPARE_BYTES = 64 << 20  # bytes besides the files, for inodes and caches
 _BLOCK_BYTES = 4096
 
 
 def needed_bytes(archive: Archive) -> int:
-    """Return what a copy takes on a disk."""
+    """Return the bytes that a copy takes on a disk."""
     return archive.size + archive.files * _BLOCK_BYTES // 2 + _SPARE_BYTES
 
 
 def make_room(root: str, archive: Archive) -> None:
-    """Remove unused copies until there is room for another. StagingError where there is none."""
+    """Remove unused copies until there is room for another; StagingError if there is none."""
     needed = needed_bytes(archive)
     for _, key in [(0.0, ""), *copies_in(root, archive.key)]:
         if key:
@@ -41,9 +41,9 @@ def make_room(root: str, archive: Archive) -> None:
 
 
 def remove_old(root: str, own: str) -> None:
-    """Remove copies that were not used for long, then the oldest beyond their share of the disk.
+    """Remove copies unused for long, then the oldest while all exceed their share of the disk.
 
-    own: the key of the one that this process has locked.
+    own: key of the copy that this process has locked.
     """
     remove_leftovers(root, own)
     others = copies_in(root, own)
@@ -60,7 +60,7 @@ def remove_old(root: str, own: str) -> None:
 
 
 def copies_in(root: str, key: str = "") -> list[tuple[float, str]]:
-    """Return when each copy but this one was used, and its key, the oldest first."""
+    """Return for each copy but `key` when it was used, and its key, the oldest first."""
     found = []
     for name in os.listdir(root):
         marker = os.path.join(root, name, MARKER)
@@ -71,7 +71,7 @@ def copies_in(root: str, key: str = "") -> list[tuple[float, str]]:
 
 
 def remove_copy(root: str, key: str) -> bool:
-    """Remove a copy that no rank uses, and none is about to; return whether it was removed."""
+    """Remove a copy, unless a rank uses it or is about to; return whether it was removed."""
     with (
         suppress(OSError),
         locked(root, key, wait=False),
@@ -86,15 +86,15 @@ def remove_copy(root: str, key: str) -> bool:
 
 
 _IN_MEMORY = ("tmpfs", "ramfs")
-_SHARE_OF_MEMORY = 0.25  # the ranks need the rest; what they write there counts as theirs
-_NO_LIMIT = 1 << 60  # version 1 of cgroups shows a number like this
+_SHARE_OF_MEMORY = 0.25  # the ranks need the rest, also for files that they write
+_NO_LIMIT = 1 << 60  # cgroups version 1 shows a number like this for "no limit"
 
 
 def free_bytes(folder: str) -> int:
-    """Return how many bytes a copy may take in a folder. Raises OSError where there is none.
+    """Return how many bytes a copy may take in a folder. Raises OSError if there is no folder.
 
-    /dev/shm and, on nodes without a disk, /tmp are in memory: more than the node has, or than the
-    job may use, would end its ranks.
+    /dev/shm is in memory, and /tmp on nodes without a disk. Using more than the node has, or than
+    the job may use, would end the ranks.
     """
     free = shutil.disk_usage(folder).free
     if not is_in_memory(folder):
@@ -104,7 +104,7 @@ def free_bytes(folder: str) -> int:
 
 
 def is_in_memory(folder: str) -> bool:
-    """Return whether the file system of a folder is in memory. Raises OSError."""
+    """Whether a folder's file system is in memory. Raises OSError."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mount = next((mount for mount in process.mounts() if mount.device == number), None)
@@ -119,7 +119,7 @@ def _available_bytes() -> int:
 
 
 def _memory_limits() -> Iterator[int]:
-    """Yield the limits of the memory of this process: those of its cgroup and of all above it."""
+    """Yield this process's memory limits, from its cgroup and all cgroups above it."""
     for line in process.read("/proc/self/cgroup").decode(errors="replace").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

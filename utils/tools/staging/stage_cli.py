@@ -1,6 +1,6 @@
-"""Pack an environment once for all its users; list archives and copies, and remove what is unused.
+"""Pack an environment once for all its users; list archives and copies; remove unused ones.
 
-The archive of an environment lies in its folder .ddpkit-stage, where all launches look first.
+The archive lies in the environment's folder .ddpkit-stage, where all launches look first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HOUR = 3600.0
 
 
 class _Row(NamedTuple):
-    """A line of the list. size: bytes; None where only its owner may see it. used: since epoch."""
+    """A line of the list. size: bytes; None if only its owner may see it. used: since 1970."""
 
     kind: str
     size: int | None
@@ -87,7 +87,7 @@ def _python(option: str | None) -> str:
 
 
 def _environment(option: str | None) -> Environment | None:
-    """Return the environment whose archives are looked for; None where there is no such Python."""
+    """Return the environment whose archives are wanted; None if there is no such Python."""
     if option:
         return find_environment(_python(option), [])
     with suppress(interpreter.InterpreterError, StagingError):
@@ -131,7 +131,7 @@ def _archives(environment: Environment | None) -> Iterator[_Row]:
 
 
 def _copies(folders: Sequence[str]) -> Iterator[_Row]:
-    """Yield the copies on this node; those of other users as far as they can be seen."""
+    """Yield the copies on this node; other users' copies as far as they can be seen."""
     for folder in folders:
         kind = "in memory" if _is_in_memory(folder) else "copy"
         for root in sorted(glob.glob(f"{glob.escape(folder)}/ddpkit-stage-*[0-9]")):
@@ -191,7 +191,7 @@ def _is_in_memory(folder: str) -> bool:
 
 
 def _is_used(root: str, key: str) -> bool:
-    """Return whether a rank uses a copy."""
+    """Whether a rank uses a copy."""
     if not os.path.exists(os.path.join(root, f"{key}.used")):
         return False
     try:
@@ -202,7 +202,7 @@ def _is_used(root: str, key: str) -> bool:
 
 
 def _size(folder: str) -> int:
-    """Return how many bytes a copy takes on the disk."""
+    """Return the bytes that a copy takes on the disk."""
     size = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -212,7 +212,7 @@ def _size(folder: str) -> int:
 
 
 def _origin(copy: str) -> str:
-    """Return of which environment a folder is a copy."""
+    """Return the environment that a folder is a copy of."""
     with suppress(OSError), open(os.path.join(copy, "pyvenv.cfg"), encoding="utf-8") as file:
         for line in file:
             name, _, value = line.partition("=")
@@ -222,7 +222,7 @@ def _origin(copy: str) -> str:
 
 
 def _user(number: int) -> str:
-    import pwd  # not on Windows
+    import pwd  # Unix only
 
     try:
         return pwd.getpwuid(number).pw_name

@@ -1,4 +1,4 @@
-"""Become the program of a rank, with the copy of its packages on this node where there is one."""
+"""Prepare the copy of the packages on this node, then become the program of a rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import CACHES, IN_MEMORY, Archive, StagingError
 from .marker import moved_folders
 from .node_copy import candidates, prepare
 
-# Caches that programs would have in a home folder, and the folder of each in the copy.
+# Variables of programs' caches, usually in a home folder, and the folder of each in the copy.
 _CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -29,16 +29,16 @@ _SHEBANG_BYTES = 512
 
 
 def main(order: Mapping[str, Any], words: list[str]) -> int:
-    """Prepare the copy, then become the program; return a status where that is not possible.
+    """Prepare the copy, then become the program; return a status if that is not possible.
 
-    order: of distribute.stage(). words: of the program.
+    order: from distribute.stage(). words: command line of the program.
     """
     began = time.monotonic()
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     archive, python = Archive(*order["archive"]), order["python"]
     folders = candidates(order["stage_dir"], os.environ)
     if order["stage_dir"]:
-        with suppress(OSError):  # prepare() has the reason
+        with suppress(OSError):  # prepare() reports the reason
             make_folders(folders[0])
     notice = read_restart_notice()
     start = f"{order['launch']}-{notice.number if notice else 0}"
@@ -80,13 +80,13 @@ def main(order: Mapping[str, Any], words: list[str]) -> int:
             f"error: {words[0]} could not be started: {error.strerror}. Expected a program, or a "
             "script whose name ends in .py"
         )
-        return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell does
+        return 127 if isinstance(error, FileNotFoundError) else 126  # as in a shell
 
 
 def _received(path: str, size: int) -> str:
-    """Return the archive that was sent to this node; "" where it must be read from its origin.
+    """Return the archive that was sent to this node; "" if it must be read from its origin.
 
-    size: of a whole one. Nobody else can replace the one that is returned.
+    size: size of a complete archive. Nobody else can replace the returned file.
     """
     if not path:
         return ""
@@ -108,9 +108,9 @@ def use(
     words: Sequence[str],
     environ: MutableMapping[str, str],
 ) -> list[str]:
-    """Return the words of a program that uses a copy, and change its environment so.
+    """Return the program's command line with the copy's Python, and adapt its environment.
 
-    python: that of the ranks, which alone is replaced.
+    python: the ranks' Python, the only word that is replaced.
     """
     staged, own = os.path.join(copy, "bin", "python"), os.path.dirname(python)
     path = environ.get("PATH", os.defpath).split(os.pathsep)
@@ -121,7 +121,7 @@ def use(
         environ["PATH"] = os.pathsep.join(path)
     for name, folder in _CACHES.items():
         if not environ.get(name):
-            with suppress(OSError):  # the disk is full
+            with suppress(OSError):  # the disk may be full
                 os.makedirs(cache := os.path.join(copy, CACHES, folder), exist_ok=True)
                 environ[name] = cache
     moved = moved_folders(copy, archive)
@@ -137,7 +137,7 @@ def use(
 
 
 def _script_of(word: str, folder: str, path: Sequence[str]) -> str:
-    """Return the path of a program that the Python in a folder runs, such as accelerate; or ""."""
+    """Return the path of a program that the Python in a folder runs ("accelerate"), or ""."""
     script = shutil.which(word, path=os.pathsep.join(path))
     if script is None:
         return ""
@@ -151,4 +151,4 @@ def _script_of(word: str, folder: str, path: Sequence[str]) -> str:
 
 
 def _print(text: str) -> None:
-    sys.stderr.write(f"ddpkit launch: {text}\n")  # at once: other ranks write there, too
+    sys.stderr.write(f"ddpkit launch: {text}\n")  # one write: other ranks write, too

@@ -1,4 +1,4 @@
-"""Make the copy of the packages on a node: unpack the archive, and check what is there then."""
+"""Make the copy of the packages on a node: unpack the archive, and check the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .marker import moved_folders, write_marker
 from .room import make_room
 
 _START_SECONDS = 60.0
-_OLD_SECONDS = 3600.0  # a launch reads an archive as soon as it was sent
+_OLD_SECONDS = 3600.0  # seconds; a launch reads an archive as soon as it was sent
 
 
 def make(root: str, copy: str, archive: Archive, source: str) -> None:
@@ -37,7 +37,7 @@ def make(root: str, copy: str, archive: Archive, source: str) -> None:
 def _make(root: str, copy: str, archive: Archive, source: str) -> None:
     remove_leftovers(root, archive.key)
     _remove_received(os.path.dirname(root))
-    # What was sent is the user's; the archive may be that of the owner of the environment.
+    # A sent archive belongs to the user; a kept one may belong to the environment's owner.
     owners = {os.geteuid()} if source else owners_of(archive.prefix)
     with open(open_owned(source or archive.path, owners), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -62,7 +62,7 @@ def _make(root: str, copy: str, archive: Archive, source: str) -> None:
 
 
 def _remove_received(folder: str) -> None:
-    """Remove archives that were sent to this node for launches that were killed before."""
+    """Remove archives that were sent to this node for launches that have been killed."""
     oldest = time.time() - _OLD_SECONDS
     for path in glob.glob(f"{glob.escape(folder)}/{RECEIVED.format('*')}"):
         with suppress(OSError):
@@ -99,7 +99,7 @@ def _unpack(descriptor: int, folder: str, archive: Archive) -> None:
 
 
 def _move_paths(copy: str, moved: Mapping[str, str]) -> None:
-    """Let editable packages lead to the staged folders: code in .pth files and in finders."""
+    """Redirect editable packages to the staged folders, in code of .pth files and of finders."""
     files = [
         file
         for folder in ("lib/*/site-packages", f"{PACKAGES}/*")
@@ -133,7 +133,7 @@ def _write(path: str, source: int, info: tarfile.TarInfo) -> None:
 
 
 def _check_start(copy: str) -> None:
-    """Raise StagingError where Python does not start from the copy, as with noexec."""
+    """Raise StagingError if Python does not start from the copy, as on a noexec file system."""
     python = os.path.join(copy, "bin", "python")
     words = [python, "-I", "-c", "import sys; print(sys.prefix)"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=_START_SECONDS)

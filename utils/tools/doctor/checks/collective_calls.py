@@ -1,7 +1,7 @@
 """Start torch.distributed in other processes, and check all-reduces, the network that NCCL
 uses, and a matrix product on each GPU.
 
-gloo and NCCL connect every pair of ranks and would hang where one link is broken. So this check
+gloo and NCCL connect every pair of ranks, and hang if one link is broken. Therefore this check
 first connects the hosts by plain TCP, and does not start if that fails.
 """
 
@@ -22,19 +22,19 @@ from ..check import Check, Exchange, Finding, Level, Ranks, Reported
 from ..networking import connect_hosts, data_address, interface_problem, names_of, partners
 from .torch_import import import_torch
 
-SLOW_SHARE = 0.9  # of the median, below which a GPU is slow
-_SECONDS = 50.0  # for a process, which imports torch
+SLOW_SHARE = 0.9  # a GPU below this share of the median is slow
+_SECONDS = 50.0  # seconds for a process, which imports torch
 _LATE = "did not end within"
 START_FAILED = "the ranks do not start: "
-RESULT = "RESULT "  # before the last line of the output
+RESULT = "RESULT "  # prefix of the last output line
 
 
 @dataclass
 class CollectiveFacts:
-    """The result of one rank: a Trial of all_reduce.py, or the error.
+    """The result of one rank: an AllReduceTrial, or the error.
 
-    ranks: that took part; 0 where this rank did not. network: the line about it; warning: what
-    is wrong with it. unreachable: numbers of hosts that this host cannot connect to.
+    ranks: number of ranks that took part; 0 if this rank did not. network: the line about it;
+    warning: what is wrong with it. unreachable: numbers of hosts that this host cannot reach.
     """
 
     ranks: int
@@ -54,9 +54,9 @@ class Collectives(Check[CollectiveFacts]):
     facts = CollectiveFacts
 
     def collect(self, ranks: Ranks) -> Exchange[CollectiveFacts]:
-        """Run this rank's process: with GPUs one for each rank, otherwise one for each host.
+        """Run this rank's process: one per rank with GPUs, otherwise one per host.
 
-        Without a launcher, run two ranks of gloo here.
+        Without a launcher, run two gloo ranks here.
         """
         if len(ranks.everyone) == 1:
             return _run_two_ranks() if not import_torch().error else CollectiveFacts(0)
@@ -116,7 +116,7 @@ class Collectives(Check[CollectiveFacts]):
             )
 
     def _try_links(self, ranks: Ranks) -> Exchange[tuple[list[int], str]]:
-        """Return the hosts that collectives would hang with, and this host's address."""
+        """Return the hosts on which collectives would hang, and this host's address."""
         address = data_address(ranks.address)
         found = yield from connect_hosts(ranks, address)
         others = partners(len(ranks.hosts), ranks.me.node) if ranks.me.local_rank == 0 else []
@@ -124,7 +124,7 @@ class Collectives(Check[CollectiveFacts]):
 
 
 def _run_two_ranks() -> CollectiveFacts:
-    """Try all-reduces of two processes on the CPUs of this host."""
+    """Try all-reduces between two processes on this host's CPUs."""
     no_gpus = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     port = free_port()
     environs = [{**environment([0, 0], rank, "127.0.0.1", port), **no_gpus} for rank in range(2)]
@@ -143,7 +143,7 @@ def _run(environ: dict[str, str], ranks: int) -> CollectiveFacts:
     except subprocess.TimeoutExpired as error:
         printed, problem = error.stdout or b"", f"{_LATE} {_SECONDS:.0f} s"
     text = printed.decode(errors="replace")
-    # Indented lines are tables and the frames of a traceback.
+    # Indented lines are parts of tables, or a traceback's frames.
     lines = [line for line in text.splitlines() if line.strip() and line[0] != " "]
     warning = re.search(r"\w+ uses .*, although .* is expected.*", text)
     network = re.search(r"network: .*", text)
@@ -172,13 +172,13 @@ def _failure(
     common = [
         report.facts.error for report in failed if report.facts.error.startswith(START_FAILED)
     ]
-    if common:  # all ranks report what concerns all of them
+    if common:  # all ranks report a problem that concerns all of them
         return Finding(
             Level.BAD,
             f"all-reduces of {len(members)} ranks: {common[0]}",
             "Correct what the message names, and what the other checks have found",
         )
-    # The others wait for the rank that failed first.
+    # Other ranks only waited for the first rank that failed.
     first = next((report for report in failed if _LATE not in report.facts.error), None)
     if first is None:
         return Finding(
@@ -216,7 +216,7 @@ def _wrong_sums(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding
 
 
 def _networks(trials: Sequence[Reported[CollectiveFacts]]) -> Iterator[Finding]:
-    for report in trials[:1]:  # rank 0 reads the log
+    for report in trials[:1]:  # rank 0 reads NCCL's log
         if report.facts.warning:
             yield Finding(
                 Level.WARNING,

@@ -1,7 +1,7 @@
 """Check that hosts can connect to each other in both directions, and packets of full size arrive.
 
 Each host connects by TCP to the others, at the addresses that the collectives use, and exchanges
-12 KB with each. A path that loses large packets lets the connection through, and not the data.
+12 KB with each of them. A path that loses large packets lets the connection through, but no data.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ...bench.host_pairs import attribute
 from ..check import Check, Exchange, Finding, Level, Ranks, Reported
 from ..networking import NO_DATA, connect_hosts, data_address, interface_problem, names_of
 
-_SHOWN = 6  # links
+_SHOWN = 6  # links named in a message
 _SIOCGIFMTU = 0x8921  # netdevice(7)
 
 
 @dataclass
 class ConnectionFacts:
-    """What a host has found.
+    """A host's result.
 
-    interface_problem: why gloo or NCCL find no interface, or "".
-    others: number of a host, and the problem or "".
+    interface_problem: why gloo or NCCL finds no interface, or "".
+    others: host number -> problem, or "".
     """
 
     address: str
@@ -80,7 +80,7 @@ class Connections(Check[ConnectionFacts]):
 
 
 class _Seen:
-    """The facts of all hosts as tables by direction: (from, to)."""
+    """The facts of all hosts as tables, indexed by (from, to)."""
 
     def __init__(self, reported: Sequence[Reported[ConnectionFacts]]) -> None:
         self.hosts = {report.place.node: report.place.host for report in reported}
@@ -88,15 +88,15 @@ class _Seen:
         self.problem: dict[tuple[int, int], str] = {}
         for report in reported:
             for other, problem in report.facts.others:
-                if other in self.hosts:  # otherwise the runner reports it
+                if other in self.hosts:  # otherwise the runner reports the host
                     self.problem[report.place.node, other] = problem
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Return the pairs of which at least one host has tried to connect."""
+        """Return the pairs that at least one host has tried to connect."""
         return sorted({(min(pair), max(pair)) for pair in self.problem})
 
     def broken(self) -> list[tuple[int, int]]:
-        """Return the pairs of which at least one host could not connect."""
+        """Return the pairs that at least one host could not connect."""
         return sorted({(min(pair), max(pair)) for pair, found in self.problem.items() if found})
 
 
@@ -178,7 +178,7 @@ def _problem(seen: _Seen, pair: Sequence[int]) -> str:
 
 
 def _cause(seen: _Seen, a: int, b: int) -> str:
-    """Return what is known of a pair that cannot connect."""
+    """Return what is known about a pair that cannot connect."""
     host, other = seen.hosts[a], seen.hosts[b]
     if not seen.problem.get((a, b)):
         return _cause(seen, b, a)
@@ -231,7 +231,7 @@ def _interface_mtus(seen: _Seen) -> Iterator[Finding]:
 
 
 def _mtu(interface: str) -> int | None:
-    """Return the largest packet that an interface sends, in bytes; None where it is unknown."""
+    """Return the bytes of the largest packet an interface sends; None if unknown."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         response = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
         return int(struct.unpack("16xi", response[:20])[0])

@@ -1,6 +1,6 @@
 """Check that all ranks have the same software and variables.
 
-torch is not imported: its version is read from its files.
+torch is not imported. Its version is read from its files.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _OTHERS = (
     "DDPKIT_NETWORK",
 )
 _OF_RANK = ("CUDA_VISIBLE_DEVICES",)
-# Names of variables that scripts set for each local rank, such as UCX_NET_DEVICES.
+# Suffixes of variables that scripts set for each local rank, such as UCX_NET_DEVICES.
 _OF_LOCAL_RANK = ("_DEVICES", "_DEVICE", "_HCA", "_IFNAME", "_PLACES")
-_SHOWN = 60  # characters of a value
+_SHOWN = 60  # characters shown of a value
 _UNSET = "(unset)"
 _TORCH = "torch"
 _VERSIONS = ("Python", _TORCH, "kit version", "NCCL")
@@ -49,7 +49,7 @@ _ONE_ENVIRONMENT = "Use one environment on all hosts"
 
 @dataclass(frozen=True)
 class EqualityFacts:
-    """What should be the same everywhere. software: versions, by name."""
+    """Software and variables that should be equal on all ranks. software: name -> version."""
 
     software: dict[str, str]
     variables: dict[str, str]
@@ -93,7 +93,7 @@ class Equality(Check[EqualityFacts]):
 
 
 def software() -> dict[str, str]:
-    """Return the versions of what training uses. Without torch on this host it is "none"."""
+    """Return the versions of training software; torch's is "none" if it is not on this host."""
     found = {"Python": platform.python_version(), _TORCH: "none", "kit version": __version__}
     folder = torch_folder()
     if folder is not None:
@@ -110,13 +110,13 @@ def software() -> dict[str, str]:
 
 
 def torch_folder() -> Path | None:
-    """Return the folder of torch, which is not imported; None without torch."""
+    """Return torch's folder without importing it; None without torch."""
     spec = importlib.util.find_spec("torch")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def torch_build() -> dict[str, str]:
-    """Return the values in torch/version.py that are set: __version__, cuda, hip, git_version."""
+    """Return the non-empty values in torch/version.py: __version__, cuda, hip, git_version."""
     folder = torch_folder()
     try:
         text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
@@ -144,7 +144,7 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(environ.items())
         if (name.startswith(_PREFIXES) or name in _OTHERS) and name not in _OF_RANK
     }
-    for name in _PATHS:  # Open MPI repeats entries and adds empty ones on other hosts
+    for name in _PATHS:  # Open MPI repeats entries, and adds empty ones on other hosts
         if name in found:
             entries = filter(None, found[name].split(os.pathsep))
             found[name] = os.pathsep.join(dict.fromkeys(entries))
@@ -155,7 +155,7 @@ def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _names(values: Iterable[Mapping[str, str]]) -> list[str]:
-    """Return the names in all of these, in the order in which they first appear."""
+    """Return all names in these mappings, in order of their first appearance."""
     return list(dict.fromkeys(name for names in values for name in names))
 
 
@@ -165,7 +165,7 @@ def compare(
     level: Level,
     remedy: str,
 ) -> Iterator[Finding]:
-    """Name those that differ from most ranks."""
+    """Yield a finding that names the ranks that differ from most others."""
     counts = Counter(values.values())
     if len(counts) < 2:
         return
@@ -190,7 +190,7 @@ def compare(
 
 
 def _depends_on_local_rank(name: str, values: Mapping[RankPlace, str]) -> bool:
-    """Return whether a variable is set in the same way on each host, for each local rank."""
+    """Whether a variable is set in the same way on each host, for each local rank."""
     of_hosts: dict[int, list[str]] = {}
     for place, value in values.items():
         of_hosts.setdefault(place.node, []).append(value)
@@ -200,14 +200,14 @@ def _depends_on_local_rank(name: str, values: Mapping[RankPlace, str]) -> bool:
 
 
 def _where(odd: Sequence[RankPlace], values: Mapping[RankPlace, str]) -> str:
-    """Return "h3", if all of its ranks differ, or "rank 3 on h2"."""
+    """Return "h3" if all of its ranks differ, else "rank 3 on h2"."""
     hosts = {place.node: place.host for place in odd}
     is_whole = len([place for place in values if place.node in hosts]) == len(odd)
     return names_of(list(hosts.values())) if is_whole else show(odd)
 
 
 def _shorten(value: str, other: str) -> str:
-    """Return a value for a message; of a long list of paths, the entries that another lacks."""
+    """Return a value for a message; from a long list of paths, the entries that another lacks."""
     if len(value) <= _SHOWN:
         return value or "(empty)"
     entries = other.split(os.pathsep)

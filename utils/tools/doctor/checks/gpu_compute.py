@@ -1,4 +1,4 @@
-"""Let each rank's GPU compute, in a process of its own: a wedged driver cannot be interrupted."""
+"""Let each rank's GPU compute in a separate process: a wedged driver cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if number:
 
 @dataclass(frozen=True)
 class GpuComputeFacts:
-    """Of one rank. problem: why its GPU did not compute, "" if it did; None: there is none."""
+    """The result of one rank. problem: why its GPU did not compute; "": it did; None: no GPU."""
 
     problem: str | None
 
@@ -39,13 +39,13 @@ class GpuCompute(Check[GpuComputeFacts]):
     name = "GPU"
     per = "rank"
     quick = True
-    seconds = 90.0  # of them 15 to compute; an import of torch has a check of its own
+    seconds = 90.0  # 15 s of these to compute; another check measures torch's import
     facts = GpuComputeFacts
 
     def __init__(
         self, program: Sequence[str] = (sys.executable, "-c", _PROGRAM), limit: float = 0.0
     ) -> None:
-        """program: prints "ready", then computes; gets the number of the rank on its host."""
+        """program: prints "ready", then computes; its argument is the rank's number on its host."""
         self._program, self._limit = program, limit or _COMPUTE_SECONDS
 
     def collect(self, ranks: Ranks) -> GpuComputeFacts:
@@ -59,7 +59,7 @@ class GpuCompute(Check[GpuComputeFacts]):
             [*self._program, str(local_rank)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd="/",  # not a folder that may have modules of these names
+            cwd="/",  # no folder of the user, which may have modules of these names
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
         )
         assert process.stdout is not None
@@ -69,15 +69,15 @@ class GpuCompute(Check[GpuComputeFacts]):
             is_ready = False
         if not is_ready and time.monotonic() - began >= limit:
             process.kill()
-            return ""  # torch is not loaded yet: that is another check
+            return ""  # torch is not loaded yet; another check reports that
         try:
             _, errors = process.communicate(timeout=self._limit)
         except subprocess.TimeoutExpired:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)  # the driver may hold it
+                process.wait(1.0)  # the driver may hold the process
             return f"it did not compute within {self._limit:.0f} s"
-        if not process.returncode or not is_ready:  # without torch, another check says so
+        if not process.returncode or not is_ready:  # without torch, another check reports it
             return ""
         lines = errors.decode(errors="replace").strip().splitlines()
         return (lines[-1] if lines else f"exit status {process.returncode}")[:300]

@@ -1,6 +1,6 @@
-"""Check the health of GPUs of NVIDIA: memory in use, errors, throttling, temperature.
+"""Check the health of NVIDIA GPUs: memory in use, errors, throttling, temperature.
 
-The thresholds are those of NVIDIA's documentation; this check has not run on hardware yet.
+The thresholds are from NVIDIA's documentation; this check has not run on hardware yet.
 https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/index.html
 Columns of nvidia-smi: `nvidia-smi --help-query-gpu` and
 https://docs.nvidia.com/deploy/nvidia-smi/index.html
@@ -18,7 +18,7 @@ from typing import Any
 from ....host import gpus as host_gpus
 from ..check import Check, Finding, Level, Ranks, Reported
 
-_USED_SHARE = 0.05  # of the memory, before any rank uses the GPU
+_USED_SHARE = 0.05  # share of the memory, before any rank uses the GPU
 _NVIDIA_SMI_SECONDS = 20.0
 # Exit statuses: wrong argument, not supported, not permitted, no match, no library or function
 _NOT_A_GPU = (2, 3, 4, 6, 12, 13)
@@ -29,7 +29,7 @@ _QUERIES = {
     "remapped-rows": "gpu_uuid,remapped_rows.pending,remapped_rows.failure",
     "compute-apps": "gpu_uuid,pid",
 }
-_SLOWING = {  # nvmlClocksEventReasons that a healthy GPU does not have
+_SLOWING = {  # nvmlClocksEventReasons that a healthy GPU does not show
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
@@ -39,10 +39,10 @@ _SLOWING = {  # nvmlClocksEventReasons that a healthy GPU does not have
 
 @dataclass
 class GpuFacts:
-    """The GPUs that this rank sees, each as Gpu.
+    """The GPUs that this rank sees, each with the fields of Gpu.
 
-    problem: what nvidia-smi says where it fails, as it does after the loss of a GPU. lost:
-    addresses of GPUs that the driver has, but nvidia-smi does not list.
+    problem: nvidia-smi's message if it fails, as it does after the loss of a GPU. lost:
+    addresses of GPUs that the driver has but nvidia-smi does not list.
     """
 
     gpus: list[dict[str, Any]]
@@ -181,10 +181,10 @@ def _of_gpu(host: str, gpu: Gpu) -> Iterator[Finding]:
 
 @dataclass
 class Gpu:
-    """One GPU. None: this GPU, driver or user does not show it.
+    """One GPU. A field is None if this GPU, driver or user does not show it.
 
-    address: on the PCI bus, "0000:41:00.0". throttle_reasons: a mask of nvmlClocksEventReasons.
-    processes: ids of those that compute.
+    address: PCI address, "0000:41:00.0". throttle_reasons: a mask of nvmlClocksEventReasons.
+    processes: ids of processes that compute on it.
     """
 
     index: int
@@ -206,13 +206,13 @@ class Gpu:
 
 
 class NvidiaSmiError(RuntimeError):
-    """nvidia-smi fails or does not respond, in its own words."""
+    """nvidia-smi fails or does not respond; the message has its own words."""
 
 
 def read_gpus() -> list[Gpu]:
-    """Return all GPUs of this host that the driver shows; none without nvidia-smi.
+    """Return all GPUs of this host that the driver shows; empty without nvidia-smi.
 
-    Raises NvidiaSmiError where it says that it cannot reach a GPU.
+    Raises NvidiaSmiError if nvidia-smi reports that it cannot reach a GPU.
     """
     return parse(
         {
@@ -223,7 +223,7 @@ def read_gpus() -> list[Gpu]:
 
 
 def _output(*words: str) -> str:
-    """Return what nvidia-smi prints; "" without it, or where it does not know a column."""
+    """Return nvidia-smi's output; "" without nvidia-smi, or if it does not know a column."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *words],
@@ -259,7 +259,7 @@ def parse(outputs: Mapping[str, str]) -> list[Gpu]:
                 int(row["index"]),
                 row["name"],
                 row["uuid"],
-                row["pci.bus_id"].lower()[-12:],  # "00000000:41:00.0" has 16
+                row["pci.bus_id"].lower()[-12:],  # "00000000:41:00.0" has 16 characters
                 _mebibytes(row["memory.total"]),
                 _mebibytes(row["memory.used"]),
                 processes=[int(pid) for uuid, pid in rows["compute-apps"] if uuid == row["uuid"]],
@@ -283,5 +283,5 @@ def _mebibytes(text: str) -> int | None:
 
 
 def _number(text: str) -> int | None:
-    """Return a number such as "81920" or "0x4"; None for "[N/A]" and the like."""
+    """Return a number such as "81920" or "0x4"; None for "[N/A]" and similar text."""
     return int(text, 0) if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", text) else None

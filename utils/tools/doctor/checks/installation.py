@@ -1,4 +1,4 @@
-"""Check what is installed on each host: torch for GPUs and driver, stale variables."""
+"""Check the software on each host: torch's match with GPUs and driver, stale variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..check import Check, Finding, Level, Ranks, Reported
 from .equality import driver_version, software, torch_build, torch_folder
 
 _BUILDS = {"nvidia": "CUDA", "amd": "ROCm"}
-# The oldest driver of NVIDIA for each major version of CUDA, by minor version compatibility:
+# CUDA's major version -> NVIDIA's oldest driver for it, by minor version compatibility:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", "GROUP_RANK")]
@@ -28,11 +28,11 @@ _RANK_VARIABLES = [name for name in RANK_VARIABLES if name not in ("NODE_RANK", 
 
 @dataclass(frozen=True)
 class InstallationFacts:
-    """What is installed on a host.
+    """The installation on a host.
 
-    torch, cuda, hip, driver: versions, "" without. stale: variables of another launch. gpus:
-    of gpu_vendor, that the driver shows without masks. mpiexec: "TITLE (PATH)". nccl, ofi_plugin:
-    versions, "" without. features: of known_bad.
+    torch, cuda, hip, driver: versions, "" if missing. stale: variables of another launch. gpus:
+    number of GPUs of gpu_vendor that the driver shows without masks. mpiexec: "TITLE (PATH)".
+    nccl, ofi_plugin: versions, "" if missing. features: from known_bad.host_features().
     """
 
     scheduler: str
@@ -50,7 +50,7 @@ class InstallationFacts:
 
 
 class Installation(Check[InstallationFacts]):
-    """What is installed, and whether it fits together."""
+    """Installed software, and whether it matches."""
 
     name = "installation"
     per = "host"
@@ -58,7 +58,7 @@ class Installation(Check[InstallationFacts]):
     facts = InstallationFacts
 
     def __init__(self, quick: bool) -> None:
-        """quick: leave out what starts other programs."""
+        """quick: skip checks that start other programs."""
         self._quick = quick
 
     def collect(self, ranks: Ranks) -> InstallationFacts:

@@ -14,17 +14,17 @@ from ..check import Check, Finding, Level, Ranks, Reported
 _MIB, _GIB = 1 << 20, 1 << 30
 _UNLIMITED = -1
 _FABRICS = ("sys/class/infiniband", "sys/class/cxi", "sys/class/infiniband_verbs")
-# Containers of Docker have 64 MiB, which is enough for a training without many workers.
+# Docker containers have 64 MiB, which is enough for a training without many workers.
 _SHARED_MEMORY_BYTES = 48 * _MIB
 _SECONDS_LEFT = 180
-_STOPS = (signal.SIGTERM, signal.SIGINT)  # by which schedulers, launchers and people end programs
+_STOPS = (signal.SIGTERM, signal.SIGINT)  # sent by schedulers, launchers and people to end programs
 
 
 @dataclass(frozen=True)
 class LimitFacts:
-    """The limits of a host. -1 is unlimited, None is unknown.
+    """The limits of a host. -1: unlimited; None: unknown.
 
-    world_size: of all hosts. fabric: the device that needs locked memory, such as "mlx5_0", or "".
+    world_size: ranks on all hosts. fabric: device that needs locked memory, "mlx5_0", or "".
     """
 
     world_size: int
@@ -34,7 +34,7 @@ class LimitFacts:
     shared_bytes: int | None
     shared_free_bytes: int | None
     seconds_left: float | None
-    ignored_signals: list[str] = field(default_factory=list)  # that a process inherits: "SIGTERM"
+    ignored_signals: list[str] = field(default_factory=list)  # "SIGTERM"; inherited
 
 
 class Limits(Check[LimitFacts]):
@@ -84,7 +84,7 @@ class Limits(Check[LimitFacts]):
 
 
 def _file_system(path: str) -> tuple[int | None, int | None]:
-    """Return the bytes of a file system, and how many of them are free."""
+    """Return a file system's bytes, and its free bytes."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -110,7 +110,7 @@ def _soft(kind: int) -> int:
 
 
 def _ignored_signals() -> list[str]:
-    """Return the names of stop signals that this process was started to ignore or to block."""
+    """Return the stop signals that this process ignores or blocks since its start."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     return [
         number.name
@@ -138,7 +138,7 @@ def _check_host(report: Reported[LimitFacts]) -> Iterator[Finding]:
             "Start from a login shell with ulimit -l unlimited, or ask the centre to raise memlock "
             "for the daemons of the scheduler",
         )
-    # gloo has a connection to each rank; workers send tensors as files. Rank 0, which has more,
+    # gloo has a connection to each rank, and workers send tensors as files. Rank 0 needs more, and
     # raises its own limit when it starts.
     needed = 256 + 4 * facts.world_size
     if facts.open_files != _UNLIMITED and facts.open_files < needed:

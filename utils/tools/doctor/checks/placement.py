@@ -1,6 +1,6 @@
 """Check where the ranks run: hosts of the job, a GPU for each rank, cores, threads.
 
-Without torch: GPUs are those that the drivers show, under the masks of each rank.
+Without torch: the drivers show which GPUs each rank sees under its masks.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class PlacementFacts:
-    """Where one rank runs.
+    """The place of one rank.
 
-    notes: of its launcher. mask: of the CPUs that it may run on. cpus: of the host, as far as its
-    control group allows. gpus: identities of those that it sees; gpu_nodes: their NUMA nodes.
-    allowed_gpus: identities of those that it would see without device masks. threads: 0 if no
-    variable sets their number. job_*: what the scheduler allocated, on rank 0.
+    notes: its launcher's. mask: CPUs that it may run on. cpus: number of the host's CPUs that its
+    control group allows. gpus: identities of the GPUs it sees; gpu_nodes: their NUMA nodes.
+    allowed_gpus: identities of the GPUs it would see without device masks. threads: 0 if no
+    variable sets their number. job_*: the scheduler's allocation, on rank 0.
     """
 
     notes: list[str]
@@ -142,13 +142,13 @@ def _job() -> dict[str, Any]:
 def _allowed_cpus() -> int:
     """Return the number of CPUs of this host, or of this container."""
     try:
-        return len(os.sched_getaffinity(1))  # the first process, which no launcher has bound
+        return len(os.sched_getaffinity(1))  # no launcher has bound the first process
     except (OSError, AttributeError):
         return os.cpu_count() or 1
 
 
 def _threads() -> tuple[int, str]:
-    """Return the largest number of threads that a variable sets, and the variable."""
+    """Return the largest number of threads set by a variable, and the variable."""
     found = [
         (int(value), name)
         for name in _THREAD_VARIABLES
@@ -158,7 +158,7 @@ def _threads() -> tuple[int, str]:
 
 
 def _identities(addresses: Sequence[str]) -> list[str]:
-    """Return an identity of each GPU: its UUID, its PCI address, or its entry in the mask."""
+    """Return an identity of each GPU: UUID, PCI address, or entry in the mask."""
     entries = next((os.environ[name] for name in masks.MASKS if os.environ.get(name)), "").split(
         ","
     )
@@ -166,7 +166,7 @@ def _identities(addresses: Sequence[str]) -> list[str]:
     for index, address in enumerate(addresses):
         entry = entries[index] if index < len(entries) else str(index)
         found.append((_uuid(address) or address) if address else entry)
-    # The partitions of a GPU of AMD have one address.
+    # The partitions of an AMD GPU share one address.
     seen: Counter[str] = Counter()
     for index, identity in enumerate(found):
         seen[identity] += 1
@@ -176,7 +176,7 @@ def _identities(addresses: Sequence[str]) -> list[str]:
 
 
 def _uuid(address: str) -> str:
-    """Return the UUID of a GPU of NVIDIA, such as "GPU-3f2a..."; "" if it is unknown."""
+    """Return the UUID of an NVIDIA GPU, such as "GPU-3f2a..."; "" if it is unknown."""
     try:
         text = Path("/proc/driver/nvidia/gpus", address, "information").read_text()
     except OSError:
@@ -193,7 +193,7 @@ def _launcher_notes(reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Fi
     for report in reported:
         for note in report.facts.notes:
             ranks_with[note].append(report.place)
-    for note, places in list(ranks_with.items())[:3]:  # ranks word one cause differently
+    for note, places in list(ranks_with.items())[:3]:  # ranks may word the same cause differently
         where = f"{show(places)}: " if len(reported) > 1 else ""
         yield _finding(
             Level.WARNING, f"{where}{note.rstrip('.')}", "Follow the note, and start again", places
@@ -216,7 +216,7 @@ def _equal_names(hosts: dict[int, list[Reported[PlacementFacts]]]) -> Iterator[F
 
 
 def _unused_hosts(reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Finding]:
-    """Report hosts of the job without a rank, and variables of the scheduler that are wrong."""
+    """Report hosts of the job without a rank, and wrong variables of the scheduler."""
     job = next((report.facts for report in reported if report.place.rank == 0), None)
     if job is None:
         return
@@ -230,7 +230,7 @@ def _unused_hosts(reported: Sequence[Reported[PlacementFacts]]) -> Iterator[Find
     unused = [
         host for host in job.job_hosts or () if not any(same_host(host, name) for name in used)
     ]
-    # Another spelling of the names would make all hosts look unused.
+    # If no host matches, the names are only spelled differently.
     matched = len(job.job_hosts or ()) - len(unused)
     if unused and matched:
         names = ", ".join(unused[:_SHOWN]) + (" ..." if len(unused) > _SHOWN else "")
@@ -248,7 +248,7 @@ def _job_value(
     job: PlacementFacts | None,
     on_host: Sequence[Reported[PlacementFacts]],
 ) -> int | None:
-    """Return what the scheduler allocated on a host: 0 outside of a job, None if unknown."""
+    """Return the scheduler's allocation on a host: 0 outside of a job, None if unknown."""
     if job is None or job.job_hosts is None:
         return 0
     values = (job.job_gpus if name == "job_gpus" else job.job_cores) or []
@@ -260,7 +260,7 @@ def _job_value(
 def _check_gpus(
     on_host: Sequence[Reported[PlacementFacts]], allocated: int | None
 ) -> Iterator[Finding]:
-    """Compare the ranks of a host with its GPUs; allocated: those of the job there."""
+    """Compare a host's ranks with its GPUs. allocated: number of the job's GPUs there."""
     host = on_host[0].place.host
     allowed = {gpu for report in on_host for gpu in report.facts.allowed_gpus}
     used: dict[str, list[RankPlace]] = defaultdict(list)
@@ -308,7 +308,7 @@ def _check_gpus(
 def _check_cores(
     on_host: Sequence[Reported[PlacementFacts]], allocated: int | None
 ) -> Iterator[Finding]:
-    """Check the cores of a host's ranks; allocated: CPUs of the job there, 0 without a job."""
+    """Check the cores of a host's ranks. allocated: number of the job's CPUs there, 0: no job."""
     place, facts = on_host[0].place, on_host[0].facts
     ranks = [report.place.rank for report in on_host]
     masks = HostMasks(
@@ -330,7 +330,7 @@ def _check_cores(
         yield _finding(Level.WARNING, note.problem, note.remedy, places)
 
     usable = {cpu for report in on_host for cpu in cpus_of_mask(report.facts.mask)}
-    # 0: outside of a job, where all CPUs count. None: unknown, since other jobs may run there.
+    # 0: outside of a job, where all CPUs count. None: unknown, because other jobs may run there.
     cpus = facts.cpus if allocated == 0 else min(allocated or 0, facts.cpus)
     if not note and 2 * len(usable) <= cpus:
         yield _finding(
@@ -366,7 +366,7 @@ def _check_cores(
 
 
 def _gpu_node(report: Reported[PlacementFacts]) -> int | None:
-    """Return the NUMA node of a rank's GPU, if it is known."""
+    """Return the NUMA node of a rank's GPU; None if unknown."""
     nodes = report.facts.gpu_nodes
     return nodes[report.place.local_rank % len(nodes)] if nodes else None
 

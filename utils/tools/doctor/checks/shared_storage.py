@@ -1,4 +1,4 @@
-"""Can every host use the folder of checkpoints, and the one for temporary files?
+"""Check that every host can use the folders for checkpoints and for temporary files.
 
 A host writes, syncs, reads and renames a few files in each folder, and removes them again.
 """
@@ -28,7 +28,7 @@ _UNFINISHED, _LARGE, _MARK = "large.new", "large", "mark"
 _SMALL = tuple(f"small-{i}" for i in range(8))
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "f2fs")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_HOST_FAULTS = (errno.ENOSPC, errno.EROFS, errno.EIO)  # on a local disk
+_HOST_FAULTS = (errno.ENOSPC, errno.EROFS, errno.EIO)  # errors of a local disk
 _NAMES = {
     "checkpoints": "the checkpoint folder",
     "working": "the working folder",
@@ -37,12 +37,12 @@ _NAMES = {
 
 
 class Folder(TypedDict):
-    """What one host found in one folder.
+    """A host's result for one folder.
 
-    purpose: a key of _NAMES. problem: "" or what failed, such as "Read-only file system";
-    code: its errno, or 0. seconds: that it took; None where it failed.
-    file_system: its type, such as "nfs4"; "" if unknown. shared: whether the file of the first host
-    is visible; None where that does not matter.
+    purpose: a key of _NAMES. problem: "", or the error, such as "Read-only file system";
+    code: its errno, or 0. seconds: duration of the use; None if it failed.
+    file_system: its type, such as "nfs4"; "" if unknown. shared: whether the first host's file
+    is visible; None if that does not matter.
     """
 
     purpose: str
@@ -58,29 +58,29 @@ class Folder(TypedDict):
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """Of one host: the same folders on all hosts, in the same order."""
+    """The results of one host: the same folders on all hosts, in the same order."""
 
     folders: list[Folder]
 
 
 class StorageCheck(Check[StorageFacts]):
-    """Write to and read from the folders that a training writes to, on every host."""
+    """Write to and read from the folders of a training, on every host."""
 
     name = "storage"
     per = "host"
     quick = True
-    seconds = 25.0  # a busy parallel file system may need ten for a file
+    seconds = 25.0  # a busy parallel file system may need ten seconds for a file
     facts = StorageFacts
 
     def __init__(self, checkpoints: str | None = None) -> None:
-        """checkpoints: that all hosts write to, or will make; None: check the working folder."""
+        """checkpoints: folder that all hosts write to, or will make; None: the working folder."""
         self._folders = [("working", os.curdir)]
         if checkpoints is not None:
             self._folders = [("checkpoints", checkpoints)]
         self._folders.append(("temporary", os.environ.get("TMPDIR") or "/tmp"))
 
     def collect(self, ranks: Ranks) -> Exchange[StorageFacts]:
-        # All hosts use the same names, so that one can look for another's files.
+        # All hosts use the same names, so that each can look for another's files.
         [token, *_] = yield f"{os.getpid()}-{os.urandom(6).hex()}"
         trials = [_Trial(purpose, path, str(token), ranks.me) for purpose, path in self._folders]
         try:
@@ -112,10 +112,10 @@ class StorageCheck(Check[StorageFacts]):
 
 
 class _Trial:
-    """The use of one folder by this host.
+    """One host's use of one folder.
 
-    All hosts write below .doctor-TOKEN, which only this user may enter, and by its descriptor:
-    another user who may write into the folder cannot lead them to files elsewhere.
+    All hosts write below .doctor-TOKEN, which only this user may enter, through its descriptor.
+    Another user who may write into the folder cannot lead them to files elsewhere.
     """
 
     def __init__(self, purpose: str, path: str, token: str, me: RankPlace) -> None:
@@ -139,7 +139,7 @@ class _Trial:
         self.found["path"], self.found["file_system"] = path, _file_system(path)
 
     def measure(self) -> None:
-        """Use the folder, and note the first problem."""
+        """Use the folder, and record the first problem."""
         if self.found["purpose"] == "checkpoints":
             self._use(_existing(self._path))
         try:
@@ -155,7 +155,7 @@ class _Trial:
                 self.found["problem"] += _reason_of_no_space(space)
 
     def look_for_first_host(self) -> None:
-        """Look for what the first host has written, where all hosts have to share the folder."""
+        """Look for the first host's file, if all hosts have to share the folder."""
         if self.found["purpose"] != "checkpoints" or self.found["problem"]:
             return
         deadline = time.monotonic() + VISIBLE_SECONDS
@@ -170,7 +170,7 @@ class _Trial:
         return False
 
     def remove_files(self) -> None:
-        """Remove the files of this host; the first host removes what is left of all others'."""
+        """Remove this host's files; the first host also removes what others have left."""
         with contextlib.suppress(OSError):
             everyone = os.listdir(self._shared) if self._me.node == 0 and self._shared >= 0 else []
             for node in [str(self._me.node), *filter(str.isdecimal, everyone)]:
@@ -203,7 +203,7 @@ class _Trial:
 
 
 def _remove_files(node: str, shared: int) -> None:
-    """Remove the folder of a host, and in it nothing but files of this check."""
+    """Remove a host's folder, and in it only files of this check."""
     with contextlib.suppress(OSError):
         own = os.open(node, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=shared)
         try:
@@ -215,7 +215,7 @@ def _remove_files(node: str, shared: int) -> None:
 
 
 def _reason_of_no_space(space: os.statvfs_result) -> str:
-    """Return why nothing can be written, as far as blocks and inodes show it."""
+    """Return why nothing can be written, as far as blocks and inodes show that."""
     if space.f_files and not space.f_favail:
         return ", because all inodes are in use: too many files"
     free = space.f_bavail * space.f_frsize
@@ -228,7 +228,7 @@ def _reason_of_no_space(space: os.statvfs_result) -> str:
 
 
 def _existing(path: str) -> str:
-    """Return the folder, or the one above it in which a training would make it."""
+    """Return the folder, or the nearest existing one above, in which a training would make it."""
     while not os.path.isdir(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
@@ -245,7 +245,7 @@ def _write(name: str, folder: int, content: bytes, sync: bool = False) -> None:
 
 
 def _read(name: str, folder: int) -> bytes:
-    """Read a file from the disk, not from memory, where the file system can do that."""
+    """Read a file from the disk instead of the cache, if the file system supports it."""
     with open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
@@ -270,7 +270,7 @@ def _is_above(folder: str, path: str) -> bool:
 
 
 def _with_missing(of_host: dict[str, Folder]) -> dict[str, Folder]:
-    """Return the same, with a problem where a host lacks a checkpoint folder that others have."""
+    """Return the same folders, with a problem if a host lacks one that other hosts have."""
     path = max((folder["path"] for folder in of_host.values()), key=len)
     code = errno.ENOENT
     return {
@@ -282,7 +282,7 @@ def _with_missing(of_host: dict[str, Folder]) -> dict[str, Folder]:
 
 
 def _conclude_on_folder(of_host: dict[str, Folder]) -> Iterator[Finding]:
-    """of_host: the same folder on each host."""
+    """Yield findings about one folder. of_host: host -> its result."""
     failed = {host: folder for host, folder in of_host.items() if folder["problem"]}
     if failed:
         yield from _conclude_on_failures(failed, of_host)
@@ -303,7 +303,7 @@ def _conclude_on_failures(
         purpose, code = folder["purpose"], folder["code"]
         if purpose == "working" and not able and code not in _FULL:
             continue  # some centres mount home read-only on compute nodes
-        # Many programs replace a missing TMPDIR by /tmp.
+        # Many programs use /tmp if TMPDIR is missing.
         is_hint = purpose == "temporary" and code == errno.ENOENT
         others = f"; {able} other host{'s' * (able > 1)} can" if able else ""
         yield Finding(
@@ -317,7 +317,7 @@ def _conclude_on_failures(
 
 
 def _is_fault_of_host(folder: Folder, hosts: int, able: int) -> bool:
-    """Whether a failure is one of the host, not of the path or of a shared file system."""
+    """Whether the host caused a failure, not the path or a shared file system."""
     is_local = folder["file_system"] in _LOCAL
     if folder["code"] in _FULL and not is_local:
         return False
@@ -343,7 +343,7 @@ def _remedy(folder: Folder, others_can: bool) -> str:
 def _conclude_on_sharing(used: dict[str, Folder]) -> Iterator[Finding]:
     writer = next(iter(used))
     apart = [host for host, folder in used.items() if folder["shared"] is False]
-    if apart and writer not in apart:  # else the first host could not write
+    if apart and writer not in apart:  # otherwise the first host could not write
         folder = used[apart[0]]
         yield Finding(
             Level.WARNING,
@@ -372,7 +372,7 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
             for other, its in used.items()
             if (its["free_bytes"] or 0) >> 24 == (free or 0) >> 24
         ]
-        if same[0] == host:  # one file system is reported once
+        if same[0] == host:  # report a file system once
             yield Finding(
                 Level.WARNING,
                 f"{_describe(folder)} has {found}, on {names_of(same)}",
@@ -382,7 +382,7 @@ def _conclude_on_space(used: dict[str, Folder]) -> Iterator[Finding]:
 
 
 def _summary(facts: Sequence[StorageFacts]) -> str:
-    """Return what was found where nothing is wrong."""
+    """Return a summary for hosts without problems."""
     parts = []
     for column in zip(*(facts_of_host.folders for facts_of_host in facts), strict=True):
         used = [folder for folder in column if not folder["problem"]]

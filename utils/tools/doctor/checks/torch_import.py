@@ -1,4 +1,4 @@
-"""Can torch be imported, and how long does that wait for files? Minutes on a busy file system."""
+"""Check that torch can be imported, and how long that waits for a possibly busy file system."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from ....host import process
 from ..check import Check, Finding, Level, Ranks, Reported
 
-LONGEST_SECONDS = 60.0  # then the check ends without a result: the cores may be busy
-# Of the time that an import waits for files:
+LONGEST_SECONDS = 60.0  # the check then ends without a result, as the cores may be busy
+# Seconds that an import waits for files:
 LONG_SECONDS = 20.0
-SLOW_FACTOR, SLOW_SECONDS = 3.0, 5.0  # times the median of the other hosts, and more than it
+SLOW_FACTOR, SLOW_SECONDS = 3.0, 5.0  # times the other hosts' median, and seconds above it
 
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """Of one host. seconds: how long the import waited for files; None if that is unknown.
+    """The result of one host. seconds: how long the import waited for files; None if unknown.
 
     error: why torch cannot be imported; "" if it can.
     """
@@ -33,7 +33,7 @@ _outcome: ImportFacts | None = None
 
 
 def import_torch() -> ImportFacts:
-    """Import torch; note the seconds that are spent neither running nor waiting for a CPU."""
+    """Import torch, and measure the seconds spent neither running nor waiting for a CPU."""
     global _outcome
     if _outcome is None and "torch" in sys.modules:
         _outcome = ImportFacts(None)
@@ -43,7 +43,7 @@ def import_torch() -> ImportFacts:
         try:
             import torch  # noqa: F401
             import torch.distributed  # noqa: F401
-        except Exception as reason:  # whatever its modules raise
+        except Exception as reason:  # torch's modules may raise anything
             error = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0]}"[:300]
         waited = time.monotonic() - began - (_busy_seconds() - busy)
         _outcome = ImportFacts(max(0.0, waited), error)
@@ -51,7 +51,7 @@ def import_torch() -> ImportFacts:
 
 
 def _busy_seconds() -> float:
-    """Return how long this thread has run, and was ready to run while others had the cores."""
+    """Return the seconds in which this thread ran, or was ready but had no core."""
     return time.thread_time() + process.schedule(threading.get_native_id()).ready_seconds
 
 
