@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from utils.tools.plan.live_memory import Peak
 from utils.tools.plan.operations import TracedOperation
-from utils.tools.plan.trace import Peak, Trace
+from utils.tools.plan.trace import Trace
 
 HERE = Path(__file__).parent
 TRACES = HERE / "traces.json.gz"

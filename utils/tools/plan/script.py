@@ -87,7 +87,7 @@ def trace_script(path: str, arguments: Sequence[str], *, timeout: float = 300) -
     tracers: list[StepTracer] = []
 
     def evaluates() -> bool:
-        return any(tracer.without_gradients > tracer.with_gradients for tracer in tracers)
+        return any(tracer.passes[False] > tracer.passes[True] for tracer in tracers)
 
     with (
         _time_limit(path, timeout, evaluates),

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -32,31 +33,11 @@ from torch.utils._pytree import tree_iter
 
 from .gpu_forms import forms_of_gpu
 from .hardware import PredictionError, TooFewSteps
+from .live_memory import LiveMemory, Peak
 from .operations import TracedOperation, describe
 
-CATEGORIES = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer",
-    "EMA copy",  # parameters with the model's shapes that no optimizer updates
-    "inputs",
-    "activations",  # made in the forward pass
-    "temporary",  # made in the backward pass and by the optimizer
-    "rounding",  # the allocator's rounding of each block
-)
-_BLOCK = 512  # bytes; kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
 _MOST_STEPS = 25  # traced at most, while the optimizer's state grows
 _READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
-
-
-@dataclass
-class Peak:
-    """The moment of a step with the highest memory use."""
-
-    total: int = -1
-    bytes: dict[str, int] = field(default_factory=dict)  # bytes by category
-    where: str = ""
 
 
 @dataclass
@@ -79,12 +60,6 @@ class Trace:
         """Return the peak of the whole step."""
         peaks = (self.peaks[optimizer, without_gradients] for optimizer in (False, True))
         return max(peaks, key=lambda peak: peak.total)
-
-
-@dataclass
-class _Storage:
-    size: int
-    category: str
 
 
 class StepsTraced(SystemExit):
@@ -122,11 +97,9 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._was_smaller = False
         # DDP's parameters; it has buckets for all of them.
         self.exchanged: list[nn.Parameter] = []
-        self.without_gradients = self.with_gradients = 0  # operations in forward passes
+        self.passes = Counter[bool]()  # operations without and with gradients enabled
         self._made: dict[int, weakref.ref[Tensor]] = {}  # id() of a parameter -> the parameter
-        self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
-        self._live = dict.fromkeys(CATEGORIES, 0)
-        self._total = 0
+        self._memory = LiveMemory()
         self._module, self._in_optimizer = "", False
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
@@ -234,7 +207,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sent = sorted(last.values())
         return Trace(
             sum(parameter.numel() for parameter in self._parameters),
-            self._peaks,
+            self._memory.peaks,
             self._operations,
             sent,
             sum(size for _, size in last.values()),
@@ -245,7 +218,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- events
 
     def _begin_step(self) -> None:
-        self._peaks = {(o, without): Peak() for o in (False, True) for without in (False, True)}
+        self._memory.begin_step()
         self._operations: list[TracedOperation] = []
         self._gradients: list[tuple[int, int, int]] = []  # (id() of the parameter, index, bytes)
         self._times_ready = Counter[int]()  # id() of a parameter -> backward passes
@@ -314,7 +287,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._steps_left == 0 and is_smaller and not self._was_smaller:
             # The input is smaller, as in the last batch of an epoch: trace one more step.
             self._was_smaller, self._steps_left = True, 1
-        state_bytes, self._state_bytes = self._state_bytes, self._live["optimizer"]
+        state_bytes, self._state_bytes = self._state_bytes, self._memory.live["optimizer"]
         if self._steps_left == 0 and self._state_bytes > state_bytes and self._extra_steps:
             self._extra_steps, self._steps_left = self._extra_steps - 1, 1
         if self._steps_left == 0:
@@ -338,19 +311,16 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs, outputs = list(_strided((args, kwargs))), list(_strided(output))
         if not any(map(is_fake, inputs)) and not any(map(is_fake, outputs)):
             return output  # such as loading data
-        if torch.is_grad_enabled():
-            self.with_gradients += 1
-        else:
-            self.without_gradients += 1
+        self.passes[torch.is_grad_enabled()] += 1
         for tensor in inputs:
-            if tensor.untyped_storage() not in self._storages:
+            if tensor not in self._memory:
                 self._count(tensor, "inputs")
         if function._schema.is_mutable or not self._is_view(outputs):
             self._operations.append(
                 describe(self._phase(), function, args, kwargs, inputs, outputs, output)
             )
         for tensor in outputs:
-            if tensor.untyped_storage() not in self._storages:
+            if tensor not in self._memory:
                 self._count(tensor, self._category(), str(function))
         return output
 
@@ -372,7 +342,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _is_view(self, outputs: list[Tensor]) -> bool:
-        return all(tensor.untyped_storage() in self._storages for tensor in outputs)
+        return all(tensor in self._memory for tensor in outputs)
 
     def _phase(self) -> str:
         if self._in_optimizer:
@@ -392,34 +362,8 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- bytes
 
     def _count(self, tensor: Tensor, category: str, operation: str = "") -> None:
-        """Add a storage, or move it to another category."""
-        if tensor.device.type == "meta":
-            return  # tensors on "meta" have no memory
-        storage = tensor.untyped_storage()
-        entry = self._storages.get(storage)
-        if entry is not None:
-            if category != "inputs":
-                self._live[entry.category] -= entry.size
-                self._live[category] += entry.size
-                entry.category = category
-            return
-        # A batch may be a view of a data set that stays on the host.
-        size = tensor.nbytes if category == "inputs" else storage.nbytes()
-        entry = self._storages[storage] = _Storage(size, category)
-        weakref.finalize(storage, self._change, entry, -1)
-        self._change(entry, 1)
-        for without in (False, True):
-            total = self._total - (self._live["gradients"] if without else 0)
-            if total > self._peaks[self._in_optimizer, without].total:
-                live = {**self._live, "gradients": 0} if without else dict(self._live)
-                peak = Peak(total, live, self._where(operation))
-                self._peaks[self._in_optimizer, without] = peak
-
-    def _change(self, entry: _Storage, sign: int) -> None:
-        rounding = -entry.size % _BLOCK
-        self._live[entry.category] += sign * entry.size
-        self._live["rounding"] += sign * rounding
-        self._total += sign * (entry.size + rounding)
+        where = partial(self._where, operation)
+        self._memory.count(tensor, category, in_optimizer=self._in_optimizer, where=where)
 
     def _where(self, operation: str) -> str:
         phase = self._phase()
