@@ -1,6 +1,6 @@
-"""The agent of a host: start the ranks there when the coordinator orders it, and report on them.
+"""Start the ranks of a host when the coordinator orders it, and report on them: the agent.
 
-It ends them when the coordinator requests that or is gone.
+The agent ends the ranks when the coordinator requests that or is gone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .stopped_ranks import StoppedRanks
 
 SECRET_VARIABLE = "DDPKIT_LAUNCH_SECRET"
 REMEDY = "start the job in a folder that all hosts share and that only you may write"
-_DRAIN_SECONDS = 1.0
-_SHUTDOWN_SECONDS = 10.0
-_MAXIMUM_UNSENT_BYTES = 1 << 22  # more output is left in the pipes of the ranks
+_DRAIN_SECONDS = 1.0  # limit for the last output: a child of a rank may hold the pipe
+_SHUTDOWN_SECONDS = 10.0  # limit for the coordinator to close the connection
+_MAXIMUM_UNSENT_BYTES = 1 << 22  # beyond this, output stays in the ranks' pipes
 
 
 class Agent:
@@ -43,7 +43,7 @@ class Agent:
     def __init__(
         self, connection: Channel, secret: str, loop: EventLoop, environ: dict[str, str] | None
     ) -> None:
-        """environ: the variables of the ranks, if this process was started with them."""
+        """environ: variables for the ranks; None: the coordinator sends them."""
         self._connection, self._secret, self._environ = connection, secret, environ
         self._send = connection.send
         self._loop = loop
@@ -51,10 +51,10 @@ class Agent:
         self._port: ReservedPort | None = None
         self._order: Message | None = None
         self._end_requested = False
-        self._stops: list[tuple[int, bool]] = []  # signal, whether to workers
+        self._stops: list[tuple[int, bool]] = []  # signal; whether it is for workers
 
     def run(self) -> int:
-        """Serve the coordinator until all is done; return 0 where it knows the result."""
+        """Run the ranks as the coordinator orders; return 1 if the connection was lost."""
         with closing(self._connection):
             self._connection.attach(self._loop, self._receive, lambda connection: None)
             while self._order is None:
@@ -104,7 +104,7 @@ class Agent:
             problem = problem_with(message["folder"], message["script"], message["checksum"])
             first, last = message["ports"]
             try:
-                self._port = ReservedPort(range(first, last + 1))  # while this process lives
+                self._port = ReservedPort(range(first, last + 1))  # held until this process ends
             except LaunchError as error:
                 problem = problem or str(error)
             port = self._port.port if self._port else 0
@@ -137,7 +137,7 @@ class Agent:
         stop = self._ignored.check(processes.indices, now)
         held = self._stopped.check(processes.indices, now)
         self._wait(watch.next_look, processes.kill_late(now), processes.pass_on_held(), stop, held)
-        self._loop.take_signals()  # ddpkit launch passes each stop on
+        self._loop.take_signals()  # dropped: stops come over the connection
         if self._end_requested or self._connection.closed:
             processes.end(time.monotonic())
         for number, to_workers in self._stops:
@@ -148,7 +148,7 @@ class Agent:
             self._send({"kind": "exit", "process": index, "status": status})
 
     def _wait(self, *timeouts: float | None) -> None:
-        """Run the loop once, at most for the shortest timeout (seconds), and pass output on."""
+        """Run the loop once, for at most the shortest timeout (seconds), and pass on output."""
         self._outputs.pause(self._connection.unsent_bytes >= _MAXIMUM_UNSENT_BYTES)
         self._loop.run_once(*timeouts, self._outputs.flush_partial_lines())
 
@@ -157,7 +157,7 @@ class Agent:
         self._send({"kind": "output", "stream": stream, "text": decoded, "process": index})
 
     def _wait_for_coordinator(self) -> None:
-        """Wait until the coordinator has everything: it closes the connection then."""
+        """Wait until the coordinator has received everything and closes the connection."""
         limit = time.monotonic() + _SHUTDOWN_SECONDS
         while not self._connection.closed and (left := limit - time.monotonic()) > 0:
             self._loop.run_once(left)
@@ -165,10 +165,10 @@ class Agent:
 
 
 def _given(path: str) -> tuple[str, dict[str, str] | None]:
-    """Return the secret that the coordinator has given, and the variables of the ranks or None.
+    """Return the secret of the launch, and the variables for the ranks or None.
 
-    The secret is in a file, or as everybody on a host can read a command line, in the environment
-    or on the standard input; variables are there, too.
+    The secret is in a file, in the environment or on standard input. It is not on the command line,
+    which every user of a host can read. Variables come on standard input only.
     """
     if path:
         with open(may_trust(path, REMEDY), encoding="ascii") as file:

@@ -17,7 +17,7 @@ def module_command(python: str, module: str, arguments: Sequence[str]) -> list[s
 
 
 def import_code(what: str) -> str:
-    """Return code that imports from a module of tools.launch, under any name of the package."""
+    """Return code that imports from a module of tools.launch, whatever the package is called."""
     root, name = import_path(__name__, __file__)
     package = name.rpartition(".")[0]
     return f"import sys; sys.path.insert(0, {root!r}); from {package}.{what}"

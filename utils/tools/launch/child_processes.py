@@ -18,18 +18,18 @@ from .launch_result import print_error
 
 # In the environment of every process of a launch: "OUTER/INNER", the ids of the launches around it.
 LAUNCH_VARIABLE = "DDPKIT_LAUNCH"
-TERMINATE_SECONDS = 5.0  # from SIGTERM to SIGKILL
-_LEFTOVER_SECONDS = 2.0  # the same for what ended processes have left behind
+TERMINATE_SECONDS = 5.0  # seconds from SIGTERM to SIGKILL
+_LEFTOVER_SECONDS = 2.0  # less time for children that ended processes have left behind
 _POLL_SECONDS = 0.02
-# By default they end a program, such as a rank that still imports torch.
+# Signals held back until a rank handles them: by default they end a rank that still imports torch.
 HELD = (signal.SIGUSR1, signal.SIGUSR2)
-HANDLER_SECONDS = 0.2  # between two looks whether it has a handler by now
+HANDLER_SECONDS = 0.2  # seconds between two checks for a handler
 
 
 class Processes:
-    """The processes that a launch has on this host. A context manager: none is left after it.
+    """The processes of a launch on this host. A context manager: none is left after it.
 
-    A reaper process ends them too, should this process be killed.
+    If this process is killed, a reaper process ends them.
     """
 
     def __init__(self, launch_id: str) -> None:
@@ -39,7 +39,8 @@ class Processes:
         self._running: dict[int, int] = {}  # process id -> index
         self._unstarted: list[tuple[int, int]] = []  # index and exit status
         self._kill_at: float | None = None
-        # Signals of HELD: whether they are for workers, and the processes that have them.
+        # Signal in HELD -> whether it is for torchrun's workers, and the processes that have
+        # received it.
         self._held: dict[int, tuple[bool, set[int]]] = {}
 
     def __enter__(self) -> Processes:
@@ -67,8 +68,8 @@ class Processes:
         Processes are numbered from 0 in the order of these calls. PBS and terminals signal a whole
         session, but each stop must reach a process once, by signal() or stop().
 
-        stdin: a text for the child, or a descriptor that it reads. cpus: to bind the process
-        to; empty: those of this process.
+        stdin: text for the child, or a descriptor that it reads. cpus: CPUs to bind the process to;
+        empty: it inherits the CPUs of this process.
         """
         index = len(self._children) + len(self._unstarted)
         environ = {**environ, LAUNCH_VARIABLE: launch_path(environ, self._id)}
@@ -111,11 +112,11 @@ class Processes:
 
     @property
     def indices(self) -> dict[int, int]:
-        """The process ids of those that run, and their indices."""
+        """The running processes: process id -> index."""
         return dict(self._running)
 
     def ended(self) -> list[tuple[int, int]]:
-        """Return (index, exit status) of those that ended since the last call.
+        """Return (index, exit status) of each process that has ended since the last call.
 
         The status is 128 + N for signal N.
         """
@@ -126,14 +127,14 @@ class Processes:
         return found
 
     def signal(self, number: int) -> None:
-        """Signal each process that runs, but not what it has started, such as workers."""
+        """Signal each running process, but not its children, such as workers."""
         _signal(self._running, number)
 
     def stop(self, number: int, *, to_workers: bool) -> None:
-        """Pass a stop signal on to each rank; one of HELD reaches it once it has a handler.
+        """Pass a stop signal on to each rank; a signal in HELD waits until the rank handles it.
 
-        to_workers: to the workers of each torchrun, which itself passes on neither SIGUSR1 nor
-        SIGUSR2, and after SIGTERM ends its workers within 30 seconds.
+        to_workers: signal the workers of each torchrun directly. torchrun itself passes on neither
+        SIGUSR1 nor SIGUSR2, and after SIGTERM ends its workers within 30 seconds.
         """
         if number in HELD:
             self._held[number] = to_workers, set()
@@ -145,7 +146,7 @@ class Processes:
         _signal(targets, number)
 
     def pass_on_held(self) -> float | None:
-        """Signal those that have a handler by now; return the seconds until the next call."""
+        """Signal the processes that now have a handler; return the seconds until the next call."""
         for number, (to_workers, signalled) in list(self._held.items()):
             targets = self._targets(to_workers)
             ready = {pid for pid in targets if process.awaits_signal(pid, number)} - signalled
@@ -162,13 +163,13 @@ class Processes:
         return [pid for pid, parent in parents.items() if parent in self._running]
 
     def end(self, now: float, seconds: float = TERMINATE_SECONDS) -> None:
-        """Terminate all processes; kill_late() kills those that are still there so much later."""
+        """Terminate all processes. kill_late() kills what still runs after these seconds."""
         if self._kill_at is None:
             self._kill_at = now + seconds
             _signal(self._find(), signal.SIGTERM)
 
     def kill_late(self, now: float) -> float | None:
-        """Kill what did not end at end(); return the seconds until this is due, or None."""
+        """Kill what still runs after end(); return the seconds until this is due, or None."""
         if self._kill_at is None or not self.running:
             return None
         if now >= self._kill_at:
@@ -186,7 +187,7 @@ class Processes:
 
 
 def _readable(text: bytes) -> int:
-    """Return a descriptor from which the text can be read, and then the end."""
+    """Return a descriptor from which the text can be read, then end of file."""
     if not text:
         return os.open(os.devnull, os.O_RDONLY)
     if hasattr(os, "memfd_create"):  # a pipe may take 4 KiB only, and has no reader yet
@@ -251,10 +252,10 @@ def _exists(pid: int) -> bool:
 
 
 class _Reaper:
-    """A process that ends what this one has started, should this one be killed.
+    """A process that ends the children of this process if this process is killed.
 
-    It has its own session, so that what kills this process does not reach it, and holds no
-    descriptor of this process open.
+    It has its own session, so that signals to this process do not reach it. It holds no descriptor
+    of this process open.
     """
 
     def __init__(self, launch_id: str) -> None:

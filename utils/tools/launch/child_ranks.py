@@ -1,4 +1,4 @@
-"""Start processes as ranks of another launch than this one: in a check of `doctor`."""
+"""Start processes as ranks of a launch of their own, for the checks of `doctor`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from .rank_environment import clean, rank_variables
 
-_ROOT = Path(__file__).resolve().parents[3]  # what `import utils` needs
-_DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # of an agent that does not know the process
+_ROOT = Path(__file__).resolve().parents[3]  # the folder in sys.path for `import utils`
+_DROPPED = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")  # set by an agent for its own workers
 
 
 def words(module: str) -> list[str]:
     """Return the command that calls main() of a module of this package.
 
-    Not -m: the folder that this command runs in would come first, and may have its own `utils`.
+    Not -m: Python would search the working folder first, which may have its own `utils`.
     """
     program = (
         f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {module} import main; "
@@ -27,7 +27,10 @@ def words(module: str) -> list[str]:
 
 
 def environment(nodes: Sequence[int], rank: int, address: str, port: int) -> dict[str, str]:
-    """Return the environment of a rank. nodes: the host number of each rank. address: of rank 0."""
+    """Return the environment of a rank.
+
+    nodes: host number of each rank. address, port: where rank 0 listens.
+    """
     environ = {
         name: value for name, value in clean(os.environ).items() if not name.startswith(_DROPPED)
     }

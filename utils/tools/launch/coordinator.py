@@ -27,17 +27,17 @@ from .outcome import describe_status
 from .rank_output import labelled, write_output
 from .stopped_ranks import hang_limit
 
-START_SECONDS = 120.0  # until every agent has connected
-END_SECONDS = 20.0  # an agent needs less to end everything
-_STARTER_SECONDS = 3.0
-_LOST_SECONDS = 2.0  # until a host at fault that acknowledges nothing counts as lost
+START_SECONDS = 120.0  # time limit for all agents to connect
+END_SECONDS = 20.0  # time limit for agents to end everything; they need less
+_STARTER_SECONDS = 3.0  # limit for commands that started agents to end by themselves
+_LOST_SECONDS = 2.0  # seconds without TCP acknowledgement: the host at fault counts as lost
 _SHOWN = 8  # hosts in a message
 
 
 class Coordinator(LaunchServer):
     """One launch by agents, from the start of the agents to the shutdown of the last one.
 
-    The index of a client is that of its host in the plan.
+    A client has the index of its host in the plan.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -45,8 +45,8 @@ class Coordinator(LaunchServer):
         self._processes = launch.processes
         super().__init__(launch.notices, launch.loop)
         self._starters: list[tuple[int, ...]] = []  # hosts of each command that starts agents
-        self._hellos: dict[Channel, Message] = {}  # of the agents
-        self._ready: dict[int, int] = {}  # hosts where the ranks can start: a reserved port of each
+        self._hellos: dict[Channel, Message] = {}  # first message of each agent
+        self._ready: dict[int, int] = {}  # host that can start its ranks -> port reserved there
         self._ranks_started = False
         self._running = launch.plan.world_size
         self._done: set[int] = set()  # hosts whose agent is done or lost
@@ -88,7 +88,7 @@ class Coordinator(LaunchServer):
         """Let the commands that started agents end by themselves: they may have output left."""
         waits = (
             self._ranks_started and not self._result.lost_hosts
-        )  # what starts those would not end
+        )  # the command for a lost host would not end
         limit = time.monotonic() + (_STARTER_SECONDS if waits else 0)
         while self._processes.running and time.monotonic() < limit:
             self._loop.run_once(0.1)
@@ -118,7 +118,8 @@ class Coordinator(LaunchServer):
             return module_command(self._plan.python, "agent", arguments)
 
         secret = {agent.SECRET_VARIABLE: notices.launch_secret}
-        # Through ssh, which encrypts it; what the connection to an agent carries, others can read.
+        # Sent through ssh, which encrypts it. Others can read what the connection to an agent
+        # carries.
         environ = json.dumps(self._agent_environment()) if self._plan.method.passes_secret else ""
         for start in self._plan.method.agent_starts(self._plan, agent_words, secret, environ):
             self._starters.append(start.hosts)
@@ -136,7 +137,7 @@ class Coordinator(LaunchServer):
         return environ
 
     def _missing_hosts(self, hosts: tuple[int, ...] | None = None) -> str:
-        """Name the hosts, all or some by index, whose agents have not connected."""
+        """Name hosts without a connected agent. hosts: indices to check; None for all."""
         indices = range(len(self._plan.hosts)) if hosts is None else hosts
         names = [self._plan.hosts[index] for index in indices if index not in self.clients]
         more = f" and {len(names) - _SHOWN} more hosts" if len(names) > _SHOWN else ""
@@ -179,7 +180,7 @@ class Coordinator(LaunchServer):
         self.send_to_all({"kind": "check", **check})
 
     def _order_by_host(self) -> None:
-        """Give each agent the index of its host, where hosts have the names of the plan."""
+        """Give each agent the index of its host, if all hosts have names of the plan."""
         planned = self._plan.hosts
         indices = {peer: index_of(hello["host"], planned) for peer, hello in self._hellos.items()}
         if None in indices.values():
@@ -281,7 +282,7 @@ class Coordinator(LaunchServer):
         self._note_lost(index, self.clients[index].host_lost)
 
     def _note_lost(self, index: int, host_lost: bool) -> None:
-        """Note that an agent is lost. host_lost: with its host."""
+        """Note that an agent is lost. host_lost: whether its host is lost, too."""
         if index not in self._done:
             self._done.add(index)
             host, now = self._plan.hosts[index], time.monotonic()
@@ -315,7 +316,7 @@ class Coordinator(LaunchServer):
                 of_first = first.host and same_host(self._plan.hosts[index], first.host)
                 if of_first and peer.is_unacknowledged():
                     self._note_lost(index, host_lost=True)
-        # Agents that have not connected are ended together with what starts them.
+        # Agents that have not connected are ended together with the command that starts them.
         late = now > self._end_sent_at + END_SECONDS
         if late or not self._ranks_started:
             for host, peer in self.clients.items():
@@ -325,9 +326,10 @@ class Coordinator(LaunchServer):
 
 
 def _write_secret(secret: str, files: ExitStack) -> tuple[str, list[str]]:
-    """Write a secret to a private file, until the launch ends; return its path, or "" and why.
+    """Write a secret to a private file; return its path, or "" and why each folder failed.
 
-    All hosts can read the home folder; the working folder may be /tmp.
+    The file is removed when the launch ends. The home folder comes first: all hosts share it, while
+    the working folder may be /tmp.
     """
     problems: list[str] = []
     for folder in (os.path.expanduser("~"), os.getcwd()):

@@ -1,4 +1,4 @@
-"""Render a plan as shell commands, which do the same as the launch when pasted."""
+"""Render a plan as shell commands that do the same as the launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rank_environment import clean
 def shell_lines(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the commands of a plan for a shell that has `environ`.
 
-    What only the start decides is in <angle brackets>.
+    Values that are known only at the start are in <angle brackets>.
     """
     if plan.method.is_native_launcher:
         yield _native_launcher_line(plan, environ)
@@ -49,7 +49,7 @@ def _native_launcher_line(plan: Plan, environ: Mapping[str, str]) -> str:
 
 
 def _env_words(plan: Plan, environ: Mapping[str, str]) -> list[str]:
-    """Return the env command that makes the environment of the plan; [] where it is the same."""
+    """Return the env command that sets the plan's environment; [] if the shell has it already."""
     wanted = {**plan.environ, **plan.method.variables(plan)}
     kept = clean(environ)
     unset = [

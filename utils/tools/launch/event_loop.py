@@ -13,9 +13,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, s
 
 
 class EventLoop(Loop):
-    """A loop that catches stop signals and the ends of children, which end its wait, too.
+    """An event loop that stop signals and ends of children also wake up.
 
-    A context manager, in the main thread.
+    A context manager, in the main thread only.
     """
 
     def __init__(self) -> None:

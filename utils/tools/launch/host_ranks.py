@@ -38,8 +38,9 @@ def start_on_host(
 ) -> None:
     """Start ranks or a torchrun agent on this host.
 
-    commands: words and variables of each. outputs: gets what they write; None where they share our
-    streams. output_dir: where each rank writes a file instead. stdin: of the first one.
+    commands: words and variables of each process. outputs: receives their output; None if they
+    share our streams. output_dir: folder for one file per rank instead; "" for none. stdin:
+    standard input of the first process.
     """
     shares = _shares(commands, environ)
     for index, (words, variables) in enumerate(commands):
@@ -63,7 +64,7 @@ def start_on_host(
 def _shares(
     commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], environ: Mapping[str, str]
 ) -> list[RankShare]:
-    """Return what each rank gets of the cores."""
+    """Return the cores and variables of each rank."""
     unbound = [RankShare() for _ in commands]
     _, variables = commands[0]
     if "LOCAL_RANK" not in variables:  # torchrun's agent
@@ -88,7 +89,7 @@ def host_processes(
 ) -> list[HostProcess]:
     """Return the processes of the host with this index in the plan.
 
-    address, port: where rank 0 or torchrun's store listens. own_address: of this host.
+    address, port: where rank 0 or torchrun's store listens. own_address: address of this host.
     """
     threads = plan.threads[host]
     common = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -118,8 +119,8 @@ def host_processes(
 def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: str) -> list[str]:
     """Return the command of the torchrun agent of a host; arguments as in host_processes().
 
-    The rendezvous is static: that of c10d, which --standalone uses, too, unpickles what anybody has
-    written into its store. It cannot restart ranks; ddpkit launch does.
+    The rendezvous is static. The c10d rendezvous, which --standalone also uses, unpickles what
+    anybody has written into its store. A static one cannot restart ranks; ddpkit launch does.
     """
     options = [
         f"--nproc-per-node={plan.ranks[host]}",
@@ -142,8 +143,8 @@ def torchrun_words(plan: Plan, host: int, address: str, port: str, own_address: 
 class RankMask(TypedDict):
     """What a rank reports about its cores and GPUs."""
 
-    mask: str  # the CPUs that it may run on: hexadecimal
-    gpu_nodes: list[int | None]  # the NUMA nodes of the GPUs that it sees
+    mask: str  # CPUs that the rank may run on, hexadecimal
+    gpu_nodes: list[int | None]  # NUMA node of each visible GPU
 
 
 def report_mask(environ: Mapping[str, str], root: Path = Path("/")) -> RankMask:
@@ -156,9 +157,9 @@ def report_mask(environ: Mapping[str, str], root: Path = Path("/")) -> RankMask:
 
 
 class RankShare(NamedTuple):
-    """What a rank gets of its host's cores."""
+    """The share of a host's cores that a rank gets."""
 
-    cpus: set[int] = set()  # to bind it to; empty: do not bind it
+    cpus: set[int] = set()  # CPUs to bind the rank to; empty: do not bind it
     variables: Mapping[str, str] = {}  # OMP_NUM_THREADS, unless it is set
 
 
@@ -170,7 +171,8 @@ def shares_of_ranks(
     A rank that is alone on its host gets no variable: it may be an agent, whose workers would all
     use as many threads.
 
-    reports: by local rank. environ: of any rank. Raises LaunchError for a bad DDPKIT_CPU_BIND.
+    reports: one for each rank, by local rank. environ: environment of any rank. Raises LaunchError
+    for a bad DDPKIT_CPU_BIND.
     """
     topology = read_topology(root)
     chosen = choose_cores(
@@ -197,7 +199,9 @@ def shares_of_ranks(
 
 
 def _gpu_node(nodes: Sequence[int | None], local_rank: int, local_world_size: int) -> int | None:
-    """Return the NUMA node of a rank's GPU: the one that it sees, or that of its local rank.
+    """Return the NUMA node of a rank's GPU; None if unknown.
+
+    It is the only node of the visible GPUs, or the node of the GPU for the local rank.
 
     Consecutive ranks may share a GPU, or use its tiles. A rank that sees more GPUs than there are
     ranks may use them all. A rank that is alone on its host may be an agent of torchrun or

@@ -14,7 +14,7 @@ from ...host import network
 from ...host.socket_owner import socket_owners
 
 _ATTEMPTS = 200
-_COURTESY = 20  # refusals by reservations; from then on those of other users do not count
+_COURTESY = 20  # after this many reserved ports, reservations of other users are ignored
 _NAME = "ddpkit-port-{}"
 
 
@@ -65,7 +65,7 @@ class ReservedPort:
 
 
 def _note_reserved(port: int, owner: int | None) -> None:
-    """Print whose reservation does not count any more."""
+    """Print whose reservation is ignored."""
     import pwd  # few launches need it
 
     user = "an unknown user" if owner is None else f"user {owner}"
@@ -95,7 +95,7 @@ def _is_free(port: int) -> bool:
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
         with socket.socket(family) as probe:
-            # As the listener: connections that have ended there are no obstacle.
+            # The listener sets it, too: ended connections do not block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
     except OSError:
@@ -107,7 +107,7 @@ def problem_with(folder: str, script: str, checksum: int | None) -> str:
     """Enter the folder and check the script; return what is wrong with them, empty if nothing.
 
     script: its path, relative to the folder or absolute; empty where there is none.
-    checksum: of the script on the host of ddpkit launch.
+    checksum: CRC-32 of the script on the host of ddpkit launch; None: do not compare.
     """
     try:
         os.chdir(folder)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection
 
 from ...host import process
 
-KILL_SECONDS = 30.0  # KillWait of Slurm, by default: from SIGTERM to SIGKILL
-_LOOK_SECONDS = 1.0  # after the signal: a rank that has its default action has ended by then
+KILL_SECONDS = 30.0  # seconds from SIGTERM to SIGKILL, as Slurm's default KillWait
+_LOOK_SECONDS = 1.0  # checks after this time: by default, SIGTERM has ended a rank by then
 
 
 class IgnoredStops:
-    """What becomes of ranks of this host that ignore SIGTERM.
+    """Report ranks of this host that ignore SIGTERM, and kill them after KILL_SECONDS.
 
     A rank with a handler may save for as long as it likes; one that ignores the signal would run
     until somebody notices.
@@ -22,7 +22,7 @@ class IgnoredStops:
     def __init__(
         self, report: Callable[[list[int]], None], kill: Callable[[list[int]], None]
     ) -> None:
-        """report, kill: get the process ids of these ranks, at once and after KILL_SECONDS."""
+        """report, kill: called with the process ids of these ranks, when found and when due."""
         self._report, self._kill = report, kill
         self._look_at = self._kill_at = math.inf
         self._ignoring: list[int] = []

@@ -23,7 +23,7 @@ from .launch_plan import Plan
 from .launch_result import LaunchResult
 from .nested import note_groups
 
-START_SECONDS = 120.0  # from one rank to the next, until all have joined
+START_SECONDS = 120.0  # time limit for each next rank to join
 _SHOWN = 8  # ranks or hosts in a message
 
 
@@ -31,21 +31,22 @@ class JoinedRank(NamedTuple):
     """The report of a rank that has joined."""
 
     rank: int
-    local_rank: int | None  # as its launcher sets it
-    host: tuple[str, ...]  # its name, and what distinguishes it from another host of that name
-    address: str  # of that host, as this one sees it
-    reached: str  # the address by which the rank has reached this host
-    port: int = 0  # of rank 0: reserved on its host
+    local_rank: int | None  # numbered by its launcher; None: unknown
+    host: tuple[str, ...]  # name, boot id, network namespace: names may repeat
+    address: str  # address of that host, as seen from here
+    reached: str  # address of this host that the rank has connected to
+    port: int = 0  # port that rank 0 has reserved on its host; 0 for other ranks
     cores: RankMask = RankMask(mask="", gpu_nodes=[])
 
 
 class JoinServer(LaunchServer):
-    """The ranks of one launch, until all of them have joined or one could not.
+    """Let the ranks of one launch join, send each its variables, and receive their reports.
 
-    complete: all ranks were sent their variables. problem: why the launch has failed; empty while
-    it has not. running: ranks whose parent has reported no end, and is there. ended_at: when the
-    last of them has ended, by time.monotonic(). orphaned: hosts where a process of the launcher has
-    ended before its ranks, and what has happened; not for the command itself, command_pid.
+    complete: all ranks were sent their variables. problem: why the launch has failed; "" if it has
+    not. running: ranks that have not ended and whose parent is still connected. ended_at:
+    time.monotonic() when the last rank ended. orphaned: host -> message, if a process of the
+    launcher has ended there before its ranks. command_pid: process id of the launcher's command,
+    which never counts as orphaned.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class JoinServer(LaunchServer):
         self._joined: dict[int, JoinedRank] = {}
         self._limit = time.monotonic() + START_SECONDS
         self.running: set[int] = set()
-        self._handled: dict[int, list[int]] = {}  # signals, by rank
+        self._handled: dict[int, list[int]] = {}  # rank -> signals that it handles
         self.orphaned: dict[str, str] = {}
         self.command_pid = 0
         self.ended_at: float | None = None
@@ -94,7 +95,7 @@ class JoinServer(LaunchServer):
     def hosts_without_ranks(self) -> list[str]:
         """Return hosts of the plan from which no rank has joined.
 
-        None are returned where the hosts have other names than those of the scheduler.
+        The list is empty if the ranks report host names that are not the scheduler's.
         """
         found = {short_name(joined.host[0]) for joined in self._joined.values()}
         if not found <= {short_name(host) for host in self._plan.hosts}:
@@ -123,15 +124,15 @@ class JoinServer(LaunchServer):
         own_addresses = set(network.local_addresses())
         num_hosts = len({joined.host for joined in ranks})
         variables_of = rank_variables(self._joined, own_addresses)
-        # An mpiexec need not have sent it to the other hosts.
+        # An mpiexec may not have passed this variable to the other hosts.
         launches = launch_path(self._plan.environ, self._id)
-        by_host: dict[str, list[JoinedRank]] = {}  # by local rank
+        by_host: dict[str, list[JoinedRank]] = {}  # node rank -> its ranks
         for rank in sorted(variables_of, key=lambda rank: int(variables_of[rank]["LOCAL_RANK"])):
             by_host.setdefault(variables_of[rank]["NODE_RANK"], []).append(self._joined[rank])
         self.running = set(self._joined)
         for rank, variables in variables_of.items():
             on_host = by_host[variables["NODE_RANK"]]
-            # One parent on each host looks which groups the ranks there form.
+            # One parent on each host watches which process groups the ranks there form.
             is_watched = self._plan.is_watched and rank == on_host[0].rank
             self.clients[rank].send(
                 {
@@ -193,7 +194,7 @@ class JoinServer(LaunchServer):
         host, now = self._joined[index].host[0], time.monotonic()
         if self.clients[index].host_lost:
             self._host_lost(index)
-        elif index in self.running:  # its parent was killed, perhaps with it
+        elif index in self.running:  # its parent was killed, perhaps with the rank
             self._result.rank_lost(index, host, now)
         self.running.discard(index)
         if self.complete and not self.running:
@@ -246,10 +247,10 @@ class JoinServer(LaunchServer):
 
 
 def mismatch(plan: Plan, joined: list[JoinedRank]) -> str:
-    """Return a hint if the ranks are on other hosts than planned; empty where they match.
+    """Return a hint if the ranks are on other hosts than planned; "" if they match.
 
-    Names of hosts count where they are the scheduler's. Where Slurm distributes a job's own tasks
-    over its hosts, only the number of hosts counts.
+    Host names are compared if they are the scheduler's. The number of ranks on each host is not
+    compared if Slurm distributes the job's own tasks.
     """
     by_host = Counter(rank.host for rank in joined)
     if len(by_host) != len(plan.hosts):
@@ -274,10 +275,10 @@ def mismatch(plan: Plan, joined: list[JoinedRank]) -> str:
 def rank_variables(
     joined: Mapping[int, JoinedRank], own_addresses: set[str]
 ) -> dict[int, dict[str, str]]:
-    """Return the variables of each rank. own_addresses: of the host of ddpkit launch.
+    """Return the variables of each rank. own_addresses: addresses of the host of ddpkit launch.
 
-    Hosts are numbered in the order of their lowest ranks. The local rank is that of the launcher,
-    which GPU masks and core bindings follow, if it numbers the ranks of a host from 0.
+    Hosts are numbered in the order of their lowest ranks. Ranks keep the launcher's local ranks,
+    which GPU masks and core bindings follow, if these count from 0 on a host.
     """
     hosts: dict[tuple[str, ...], list[JoinedRank]] = {}
     for rank in sorted(joined):

@@ -179,7 +179,7 @@ def launch(arguments: Sequence[str] | None = None) -> Outcome:
         print_status("--stage is not used: the packages are those of the image")
         args.stage = False
     if args.dry_run:
-        from ...log import print_result  # every launch would notice the time to load logging
+        from ...log import print_result  # loading logging would slow down every launch
 
         print_result("\n".join(lines))
         if plan.native_launcher_starts_ranks:
@@ -205,8 +205,8 @@ def launch(arguments: Sequence[str] | None = None) -> Outcome:
 
 @contextmanager
 def _stage(args: argparse.Namespace, plan: Plan) -> Iterator[Callable[[Plan], Plan]]:
-    """Distribute the packages; the value returns a plan whose ranks use them."""
-    from ..staging import IN_MEMORY, distribute  # every launch would notice the time to load it
+    """Distribute the packages; yield a function that makes the ranks of a plan use them."""
+    from ..staging import IN_MEMORY, distribute  # loading it would slow down every launch
     from ..staging.node_copy import remove_from_memory
 
     def one_per_host(hosts: Sequence[str], *options: str) -> list[str]:
@@ -264,7 +264,7 @@ def words_of_pbs_job(args: str) -> list[str]:
     """Return the words of ARGS, which `qsub` passes to a script instead of arguments.
 
     They are quoted as for a shell; nothing is expanded or run. Raises PlanError where the words
-    cannot be recovered: "qsub -v" makes a backslash of each quote, and drops what follows a comma
+    cannot be recovered: "qsub -v" turns each quote into a backslash, and drops what follows a comma
     between quotes.
     """
     with_words = "qsub OPTIONS -- /path/to/pbs.sh train.py --epochs 3"
@@ -295,17 +295,17 @@ def _python_for_ranks(args: argparse.Namespace) -> str:
     needs_torch = is_script or args.torchrun
     environ = dict(os.environ)
     if args.container and not needs_torch:
-        environ.pop("PYTHON", None)  # that of the image
+        environ.pop("PYTHON", None)  # PYTHON is for the image
     default, option = defaults.python(), args.python or ""
     chosen = interpreter.choose(environ, torch=needs_torch, default=default, option=option)
-    os.environ.pop(interpreter.STARTED_BY, None)  # for this start only
+    os.environ.pop(interpreter.STARTED_BY, None)  # it applies to this start only
     if needs_torch and (chosen.passed_over or not interpreter.is_of_prompt(chosen.path, environ)):
         print_status(str(chosen))
     return chosen.path
 
 
 def _environment(args: argparse.Namespace) -> Mapping[str, str]:
-    """Return the environment of this process, or as it would be in the job of --jobid."""
+    """Return the environment of this process; with --jobid, as it would be in that job."""
     if args.jobid is None:
         return os.environ
     from ..schedulers.slurm_allocation import enter_job
@@ -314,7 +314,7 @@ def _environment(args: argparse.Namespace) -> Mapping[str, str]:
 
 
 def _planner(args: argparse.Namespace) -> Callable[[tuple[str, ...]], Plan]:
-    """Return the function that plans the launch, without the hosts that it is given."""
+    """Return a function that plans the launch. Its argument is the hosts to leave out."""
     path = os.path.abspath(args.launcher) if os.sep in args.launcher else None
     programs = Programs(mpiexec=path)
     if path is not None and programs.mpiexec is None:
@@ -355,8 +355,8 @@ def _planner(args: argparse.Namespace) -> Callable[[tuple[str, ...]], Plan]:
 def _own_input() -> tuple[bool, bool]:
     """Return whether our standard input is a file or pipe for us alone, and has bytes to read.
 
-    That of the process that started us is not ours to read: a shell may read its script from there,
-    or a loop its list.
+    An input that we share with our parent process is not ours to read: a shell may read its script
+    from there, or a loop its list.
     """
     try:
         own = os.fstat(0)
@@ -366,9 +366,9 @@ def _own_input() -> tuple[bool, bool]:
         return False, False
     try:
         shared = os.path.samestat(own, os.stat(f"/proc/{os.getppid()}/fd/0"))
-    except OSError:  # of another user
+    except OSError:  # our parent belongs to another user
         shared = False
-    waiting = bytearray(4)  # an int of C: the bytes that can be read
+    waiting = bytearray(4)  # a C int: number of bytes that can be read
     with contextlib.suppress(OSError):  # a socket that listens
         fcntl.ioctl(0, termios.FIONREAD, waiting)
     if shared and any(waiting):
@@ -389,7 +389,7 @@ def _check_started_once() -> None:
             f"ddpkit launch was started as rank {placement.rank} of {placement.world_size} by "
             f"{name}. It starts all ranks itself. Run it once, without a launcher"
         )
-    # The job script has PBS_TASKNUM=1, and what pbsdsh has started 20000001.
+    # PBS_TASKNUM is 1 in the job script, and for example 20000001 in processes started by pbsdsh.
     task = os.environ.get("PBS_TASKNUM", "")
     if os.environ.get("PBS_JOBID") and task not in ("", "1"):
         raise LaunchError(
@@ -420,7 +420,7 @@ def _check_command(args: argparse.Namespace) -> None:
 
 
 def _check_module(words: Sequence[str]) -> None:
-    """Raise PlanError where a path follows -m. words: those after it."""
+    """Raise PlanError if a path follows -m. words: the words after -m."""
     path = words[0] if words else ""
     if path.endswith(".py") or os.sep in path:
         module = os.path.normpath(path).removesuffix(".py").replace(os.sep, ".").lstrip(".")
@@ -431,7 +431,7 @@ def _check_module(words: Sequence[str]) -> None:
 
 
 _PROGRAMS = ("apptainer", "singularity")  # two names of one program; the newer name first
-# The options make the GPU libraries of the host available. Those of Intel come with the image.
+# Options that make the host's GPU libraries available. Intel's libraries come with the image.
 _GPU_OPTIONS = {"nvidia": ["--nv"], "amd": ["--rocm"]}
 
 
@@ -440,8 +440,8 @@ def in_container(
 ) -> list[str]:
     """Return the command that runs a script or program in an image.
 
-    vendor: of the GPUs, one of masks.VENDORS; None without GPUs. PlanError where PATH has neither
-    Apptainer nor Singularity.
+    vendor: vendor of the GPUs, one of masks.VENDORS; None without GPUs. PlanError where PATH has
+    neither Apptainer nor Singularity.
     """
     path = next((found for name in _PROGRAMS if (found := programs.find(name))), None)
     if path is None:

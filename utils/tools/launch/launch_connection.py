@@ -24,10 +24,10 @@ from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
 from .tracebacks import Tracebacks
 
-LOST_SECONDS = 30  # without any TCP response from the other host
-CONNECT_SECONDS = 60.0
-REFUSED_SECONDS = 5.0
-_IGNORED_SECONDS = 0.5  # from the first rank that ignores a stop to the line about all of them
+LOST_SECONDS = 30  # seconds without a TCP response: the other host counts as lost
+CONNECT_SECONDS = 60.0  # time limit for reaching ddpkit launch
+REFUSED_SECONDS = 5.0  # shorter limit once every address refuses
+_IGNORED_SECONDS = 0.5  # waits for other ranks that ignore a stop: one line names all
 
 
 def secret_of_ranks(launch_secret: str) -> str:
@@ -36,7 +36,7 @@ def secret_of_ranks(launch_secret: str) -> str:
 
 
 def secret_of(text: str) -> Secret:
-    """Return what the processes of a launch prove to each other. text: known to all of them."""
+    """Return the secret that the processes of a launch prove to each other. text: known to all."""
     return Secret(os.fsencode(text))
 
 
@@ -48,8 +48,8 @@ def peer_address(peer: Channel) -> str:
 def address_of_rank_0(address: str, reached: Sequence[str], own: Collection[str]) -> str:
     """Return the address by which other hosts reach rank 0.
 
-    address: of its host, as this one sees it. reached: the addresses by which peers of other hosts
-    have reached this one. own: the addresses of this host.
+    address: address of rank 0's host, as seen from here. reached: addresses of this host to which
+    peers on other hosts have connected. own: all addresses of this host.
     """
     if reached and (network.is_loopback(address) or address in own):
         return Counter(reached).most_common(1)[0][0]  # rank 0 is on this host
@@ -75,8 +75,8 @@ def connect(
                 refused += 1
             except OSError:
                 pass
-        # The launch listened before this process was started. One of its addresses, such as that of
-        # docker0, may belong to this host too, and refuse while the right one is slow to respond.
+        # The launch listened before this process was started. One of its addresses, such as
+        # docker0's, may belong to this host too, and refuse while the right one is slow to respond.
         if refused == len(addresses):
             limit = min(limit, time.monotonic() + REFUSED_SECONDS)
         time.sleep(0.2)
@@ -86,19 +86,19 @@ def connect(
 class RankNotices:
     """What the ranks have reported, and the socket where a launch listens. A context manager.
 
-    launch_secret: what agents know, and derive the secret of the ranks from. addresses, port: where
-    this process listens. variables: the environment variables that the ranks need. saved_at: when
-    all ranks had saved, by time.monotonic(). checkpoint: the newest step that is safe, where a
-    Checkpointer has reported one. failed_at: time.monotonic() of the first report of a failure.
-    first_cause: the last one that was reported, as torchrun may have restarted the ranks after an
-    earlier one. is_early: it is of a rank that had no process group yet. unimported: what that
-    rank, the first one, cannot import from a copy of --stage. problems: of a training that goes on.
+    launch_secret: known to agents, which derive the ranks' secret from it. addresses, port: where
+    this process listens. variables: environment variables that the ranks need. saved_at:
+    time.monotonic() when all ranks had saved. checkpoint: newest safe step; None if no Checkpointer
+    has reported one. failed_at: time.monotonic() of the first failure report. first_cause: the last
+    reported cause, because torchrun may have restarted the ranks after an earlier one. is_early:
+    the rank of first_cause had no process group yet. unimported: what the first rank that failed
+    cannot import from a copy of --stage. problems: ERRORs of a training that goes on.
     """
 
     def __init__(self, peers: int, ports: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
-        """peers: that may connect at once. ports: those the ranks can reach; () for any.
+        """peers: how many may connect at once. ports: ports that the ranks can reach; () for any.
 
-        hosts: other ones with ranks.
+        hosts: other hosts with ranks.
         """
         self.peers = peers
         self._address = network.address_towards(hosts)
@@ -138,7 +138,7 @@ class RankNotices:
         )
 
     def note(self, peer: Channel, message: Message) -> None:
-        """Note what a rank reports, and let it know: it may end then."""
+        """Note a rank's report, and acknowledge it: the rank may end then."""
         if message["what"] == TRACEBACK:
             self.tracebacks.ask(peer, str(message["digest"]), int(message["rank"]))
             return
@@ -180,10 +180,10 @@ class Launch(NamedTuple):
 
 
 class LaunchServer(PeerServer):
-    """Serves notices, and the clients of a launch: agents, or ranks that join it.
+    """Serve notices of ranks, and the clients of a launch: agents, or ranks that join it.
 
-    Subclasses handle the messages of clients; this class has none.
-    clients: the connection of each client that was identified, by its index.
+    Subclasses handle the messages of clients; this class accepts no clients. clients: index ->
+    connection of each identified client.
     """
 
     def __init__(self, notices: RankNotices, loop: Loop) -> None:
@@ -194,7 +194,7 @@ class LaunchServer(PeerServer):
         super().__init__(notices.listener, loop, notices.secret, notices.peers)
 
     def note_ignored(self, ranks: Collection[int]) -> None:
-        """Print which ranks ignore a stop, those that report it soon in one line."""
+        """Print which ranks ignore a stop, in one line for all that report it soon."""
         if not self._ignoring:
             self._loop.after(_IGNORED_SECONDS, self._print_ignored)
         self._ignoring |= set(ranks)

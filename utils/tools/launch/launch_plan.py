@@ -9,8 +9,8 @@ from ...job.notation import short_name
 from ..schedulers.allocation import Allocation
 from .child_processes import Processes
 
-HOST_FILE = "@hosts@"  # in a command: the path of a file with Method.host_file()
-REMOTE_SHELL = "@remote-shell@"  # in a command: the path of a script with remote_shell.script()
+HOST_FILE = "@hosts@"  # stands for the path of a file with Method.host_file()
+REMOTE_SHELL = "@remote-shell@"  # stands for the path of a script with remote_shell.script()
 
 
 class PlanError(RuntimeError):
@@ -22,21 +22,21 @@ class Options(NamedTuple):
 
     launcher: str = "auto"  # or one of methods.NAMES
     torchrun: bool = False  # one torchrun agent on each host starts the ranks
-    max_restarts: int = 0  # on the same hosts, after a failure
+    max_restarts: int = 0  # restarts on the same hosts after a failure
     spare: int = 0  # hosts of the job that get no ranks until another one fails
     without: tuple[str, ...] = ()  # hosts of the job that have failed
-    restarted: bool = False  # a start before this one has failed
+    restarted: bool = False  # an earlier start has failed
     ranks_per_node: int | None = None
     nodes: int | None = None  # only the first hosts of the job
     nodelist: str | None = None  # only these hosts of the job, such as "n3,n4" or "n[3-4]"
-    ntasks: int | None = None  # in all, the same number on each host
+    ntasks: int | None = None  # ranks in total, the same number on each host
     label: bool = False  # put the rank before each line of output
-    output_dir: str = ""  # absolute; one file per rank instead of our streams
+    output_dir: str = ""  # absolute path: one file per rank there, instead of our streams
     independent: bool = False  # ranks need not form one process group
-    oversubscribe: bool = False  # as many ranks as are given, whatever the host has
+    oversubscribe: bool = False  # allow any number of ranks on a host
     input: bool = False  # rank 0 reads our standard input, which is a file or pipe
-    input_waits: bool = False  # it holds bytes that can be read
-    watch: bool = False  # also ranks whose script does not call setup_distributed()
+    input_waits: bool = False  # our standard input has bytes to read
+    watch: bool = False  # watch scripts that do not call setup_distributed(), too
 
 
 class Mpiexec(NamedTuple):
@@ -45,7 +45,7 @@ class Mpiexec(NamedTuple):
     path: str
     method: type[Method]
     major: int = 0  # main version of the MPI implementation; 0 where it does not matter
-    other_srun: bool = False  # its folder has an srun, but PATH leads to that of another Slurm
+    other_srun: bool = False  # its folder has an srun, but PATH finds another one
 
 
 class ProgramFinder(Protocol):
@@ -66,7 +66,7 @@ class HostInfo(NamedTuple):
     python: str  # path of the Python that runs the ranks
     programs: ProgramFinder
     is_root: bool = False  # Open MPI refuses to run as root unless an option allows it
-    cores: int | None = None  # that this process may use; None: unknown
+    cores: int | None = None  # cores that this process may use; None: unknown
 
 
 class Hosts(NamedTuple):
@@ -77,8 +77,8 @@ class Hosts(NamedTuple):
     cores: tuple[int | None, ...]
     gpus: tuple[int | None, ...]
     partial: bool  # other hosts of the job, which could have ranks, are left out
-    notes: tuple[str, ...]  # for the user
-    one_per_gpu: bool = False  # although the job requests one task on each host
+    notes: tuple[str, ...]  # messages for the user
+    one_per_gpu: bool = False  # one rank per GPU, although the job requests one task per host
     spares: tuple[str, ...] = ()
 
 
@@ -88,7 +88,7 @@ class Request(NamedTuple):
     options: Options
     allocation: Allocation | None
     host_info: HostInfo
-    environ: Mapping[str, str]  # of ddpkit launch; for a part of a job, fitted to that part
+    environ: Mapping[str, str]  # variables of ddpkit launch, adapted to a part of a job
     hosts: Hosts
 
 
@@ -110,13 +110,13 @@ class Plan(NamedTuple):
     cores: tuple[int | None, ...]
     threads: tuple[int | None, ...]  # OMP_NUM_THREADS on each host; None leaves it unchanged
     command: tuple[str, ...]  # the script or program of a rank, and its arguments
-    environ: Mapping[str, str]  # for the ranks, without their rank variables
+    environ: Mapping[str, str]  # variables of the ranks, without their rank variables
     options: Options
     python: str  # path of the Python that runs the ranks
     host: str  # name of the host of ddpkit launch
-    notes: tuple[str, ...] = ()  # for the user
-    one_per_gpu: bool = False  # as in Hosts
-    starter: tuple[str, ...] = ()  # words before those of each process, which become it: --stage
+    notes: tuple[str, ...] = ()  # messages for the user
+    one_per_gpu: bool = False  # same as Hosts.one_per_gpu
+    starter: tuple[str, ...] = ()  # command line prefix of each process: --stage
     spares: tuple[str, ...] = ()  # hosts of the job that are kept for a restart
 
     @property
@@ -160,7 +160,7 @@ class Plan(NamedTuple):
 
     @property
     def program(self) -> tuple[str, ...]:
-        """The words of the process of each rank."""
+        """The command line of each rank's process."""
         if self.command[0] in ("python", "python3"):  # PATH may have none, or another one
             return (self.python, *self.command[1:])
         return (self.python, "-u", *self.command) if self.is_script else self.command
@@ -173,18 +173,18 @@ class Plan(NamedTuple):
 class Method:
     """One way to start processes on the hosts of a plan. methods/ has a subclass for each."""
 
-    name: ClassVar[str]  # what --launcher calls it
-    title: ClassVar[str]  # in messages
+    name: ClassVar[str]  # name for --launcher
+    title: ClassVar[str]  # name in messages
     is_native_launcher: ClassVar[bool] = False  # one command starts the processes of all hosts
-    local: ClassVar[bool] = False  # without agents, on this host alone
+    local: ClassVar[bool] = False  # starts the ranks itself, on this host alone
     scheduler: ClassVar[str] = ""  # the only scheduler in whose jobs it works; empty for any
-    version_pattern: ClassVar[str] = ""  # of an mpiexec: what identifies its --version output
+    version_pattern: ClassVar[str] = ""  # matches an mpiexec's --version output
     reports_errors: ClassVar[bool] = False  # LauncherErrors reads its standard error
-    kill_when_done: ClassVar[bool] = False  # commands that start agents may fail to end
-    passes_secret: ClassVar[bool] = True  # to agents, by environment or standard input
+    kill_when_done: ClassVar[bool] = False  # kills commands that start agents and may hang
+    passes_secret: ClassVar[bool] = True  # gives agents the secret by environment or stdin
 
     def __init__(self, path: str) -> None:
-        """path: of srun, an mpiexec, ssh, ...; empty for none."""
+        """path: path of srun, an mpiexec, ssh, ...; "" for none."""
         self.path = path
 
     def configure(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
@@ -212,13 +212,14 @@ class Method:
     ) -> list[AgentStart]:
         """Return the commands that start an agent on each host.
 
-        agent: the words of the agent of a host, by its index in the plan.
+        agent: returns the command of an agent, given the index of its host in the plan.
         secret: the environment variable with the secret of the launch.
         environ: the variables of the ranks in one line, for agents that read standard input.
         """
         starts = []
         for index, host in enumerate(plan.hosts):
-            # A stop of PBS signals all processes of a job's first host; stops travel in band.
+            # PBS signals all processes of a job's first host. Agents get stops by connection
+            # instead.
             script = "trap '' TERM INT USR1 USR2 HUP; exec \"$@\""
             own = agent(str(index))
             command = self.reach(plan, host, own)
@@ -232,7 +233,7 @@ class Method:
         return starts
 
     def agent_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Return what agents give to their ranks of the environment of the plan."""
+        """Return the variables of the plan's environment that agents give to their ranks."""
         return environ
 
     # Native launchers only
@@ -242,13 +243,13 @@ class Method:
         raise NotImplementedError
 
     def host_file(self, plan: Plan) -> str:
-        """Return the text that HOST_FILE stands for."""
+        """Return the content of the file that HOST_FILE stands for."""
         return "".join(
             f"{host}:{count}\n" for host, count in zip(plan.hosts, plan.processes, strict=True)
         )
 
     def variables(self, plan: Plan) -> dict[str, str]:
-        """Return what the command needs in its environment besides plan.environ."""
+        """Return the variables that the command needs besides plan.environ."""
         return {}
 
     def sets_variable(self, name: str) -> bool:
@@ -256,7 +257,7 @@ class Method:
         return False
 
     def send_signal(self, number: int, pid: int, plan: Plan, processes: Processes) -> None:
-        """Pass a stop signal on to the ranks. pid: of the command, one of `processes`."""
+        """Pass a stop signal on to the ranks. pid: process id of the command, in `processes`."""
         processes.signal(number)
 
     def listen_ports(self, plan: Plan) -> Sequence[int]:

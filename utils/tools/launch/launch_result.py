@@ -16,17 +16,17 @@ from .stopped_ranks import describe as describe_stopped
 
 # Seconds from the first failure until the other ranks are ended: they may report what they know.
 END_DELAY = 0.5
-# The same after a stop: a rank that leaves with its own exit status is no failure then, and another
-# one may still be writing its checkpoint.
+# Seconds after a stop. A rank may then end with an exit status of its own while others still write
+# their checkpoints.
 END_DELAY_AFTER_STOP = 120.0
-_REMIND_SECONDS = 5.0  # after which the end of others is announced, if it takes so long
-_STOP_SECONDS = 600.0  # a failure so long after a stop has another cause
+_REMIND_SECONDS = 5.0  # announces the end of the other ranks if it takes this long
+_STOP_SECONDS = 600.0  # a failure later than this after a stop has another cause
 
 
 def print_status(text: str, *, is_error: bool = False) -> None:
     """Print a line of ddpkit launch on standard error; an error in red in a terminal.
 
-    What a terminal would obey in it, such as in the message of an exception, is shown as its code.
+    Control characters, such as in the message of an exception, are shown as their codes.
     """
     line = f"ddpkit launch: {visible(text)}"
     if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
@@ -40,19 +40,20 @@ def print_error(text: str) -> None:
 
 
 class LaunchResult:
-    """What has happened so far: evidence() collects it. Times are those of time.monotonic().
+    """What has happened so far: evidence() collects it. Times are values of time.monotonic().
 
-    failed_at: when the first failure was noticed; None while nothing has failed. warning: to be
-    printed if nothing fails. expected: processes that should end by themselves with status 0.
-    lost_hosts: those that do not respond. slurm_reason, slurm_signalled, out_of_memory: what Slurm
-    prints. launcher, launcher_status: of the native launcher. launcher_killed: by a signal.
-    launcher_ended_at: when this process began to end it.
-    launcher_late: seconds after the first failure, when this process had to end it. syntax_error:
-    of the script. unimported: from a copy of --stage, by the first rank that failed.
+    failed_at: when the first failure was noticed; None if nothing has failed. warning: printed if
+    nothing fails. expected: number of processes that should end by themselves with status 0.
+    lost_hosts: hosts that do not respond. slurm_reason, slurm_signalled, out_of_memory: what Slurm
+    prints. launcher, launcher_status: name and exit status of the native launcher. launcher_killed:
+    whether a signal ended it. launcher_ended_at: when this process began to end it. launcher_late:
+    seconds from the first failure until this process had to end it. syntax_error: why no rank can
+    run the script. unimported: what the first rank that failed cannot import from a copy of
+    --stage.
     """
 
     def __init__(self, expected: int = 1, hosts: Sequence[str] = (), own_host: str = "") -> None:
-        """hosts: of the plan. own_host: of this process."""
+        """hosts: hosts of the plan. own_host: host of this process."""
         self.expected, self._hosts, self._own_host = expected, hosts, own_host
         self.failed_at: float | None = None
         self.warning = ""
@@ -67,12 +68,12 @@ class LaunchResult:
         self.syntax_error = ""
         self.unimported: Unimported | None = None
         self._ends: list[RankEnd] = []
-        self._problem: Failure | None = None  # what this process itself has noticed first
+        self._problem: Failure | None = None  # first problem that this process noticed
         self._problem_at: float | None = None
         self._problem_status = 1
         self._lost: dict[str, Loss] = {}
         self._gone: dict[str, Loss] = {}
-        self._stopped_by = 0  # the signal
+        self._stopped_by = 0  # signal number; 0: none
         self._stopped_at: float | None = None
         self._interrupts = 0
         self._at_once = False
@@ -108,7 +109,7 @@ class LaunchResult:
             self._ends.append(RankEnd(who, status, now, rank, host))
 
     def rank_lost(self, rank: int, host: str, now: float) -> None:
-        """Note that the parent of a rank is gone, and with it how the rank has ended."""
+        """Note that the parent of a rank is gone: how the rank has ended is unknown."""
         who = f"rank {rank} on {host}"
         self._ends.append(RankEnd(who, None, now, rank, host, self._is_ending(now)))
 
@@ -124,7 +125,7 @@ class LaunchResult:
         self._lost.setdefault(host, Loss(host, text, now))
 
     def launcher_gone(self, host: str, text: str, now: float) -> None:
-        """Note that an agent, or a process of the launcher, has ended before the ranks there."""
+        """Note that an agent, or a process of the launcher, has ended before its ranks."""
         self._gone.setdefault(host, Loss(host, text, now))
 
     def fail(
@@ -137,7 +138,7 @@ class LaunchResult:
         rank: int | None = None,
         host: str | None = None,
     ) -> None:
-        """Note a problem; only the first one counts. kind, rank, host: of Failure."""
+        """Note a problem; only the first one counts. kind, rank, host: fields of Failure."""
         if self._problem is None:
             self._problem = Failure(message, kind, rank, host)
             self._problem_at, self._problem_status = now, status
@@ -181,7 +182,7 @@ class LaunchResult:
         return self._stopped_at is not None
 
     def _is_ending(self, now: float) -> bool:
-        """Whether this process has begun to end the ranks: a native launcher does that first."""
+        """Whether this process has begun to end the ranks, or the launcher that started them."""
         begins = self.launcher_ended_at if self.launcher else self.end_at
         return begins is not None and now >= begins
 
@@ -197,7 +198,7 @@ class LaunchResult:
         reported_at: float | None = None,
         saved_at: float | None = None,
     ) -> Evidence:
-        """Return all that is known. reported, saved_at: by the ranks."""
+        """Return all that is known. reported, reported_at, saved_at: from the ranks' reports."""
         after_stop = self.failed_at is not None and self._is_after_stop(self.failed_at)
         return Evidence(
             expected=self.expected,
@@ -241,10 +242,10 @@ class LaunchResult:
 class Ended(NamedTuple):
     """How a start of the ranks has ended.
 
-    warning: to be printed if it has not failed. problems: ERRORs of a training that went on, whose
-    lines may have scrolled away. checkpoint: the newest step that is safe, where
-    rank 0 has reported one. seconds: it has run. failed_at: when the failure was noticed, in
-    seconds since 1970. started: whether all ranks had started.
+    warning: printed if the start has not failed. problems: ERRORs of a training that went on; their
+    lines may have scrolled away. checkpoint: newest safe step; None if rank 0 has reported none.
+    seconds: run time. failed_at: when the failure was noticed, in seconds since 1970. started:
+    whether all ranks had started.
     """
 
     outcome: Outcome

@@ -1,8 +1,8 @@
 """Read what srun, Open MPI and PALS print about the ranks: which one failed, and why a step ended.
 
-Hydra prints such lines on the standard output, among that of the ranks; it is not read. The parent
-of each rank reports its end under every launcher; what is read here is known earlier, or is of
-ranks whose parent was killed with them.
+Hydra prints such lines on standard output, among the output of the ranks; they are not read. Under
+every launcher, the parent of each rank reports its end. The lines read here come earlier, or are
+about ranks whose parent was killed, too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _CANCELLED = re.compile(
 # A signal from outside: a preemption, scancel, ddpkit launch itself. Before 26.05 the line has no
 # reason, and srun causes the same one after a task has failed.
 _SIGNALLED = re.compile(_BY_SLURM + rb"\*{3} STEP .* CANCELLED AT (?:\S+ \*{3}|.* DUE to SIGNAL )")
-# Of the accounting of jobs: "StepId=41.0 exceeded memory limit (2092810240 > 629145600), being
-# killed" on the host, then "Exceeded job memory limit" on any. Of a cgroup: "Detected 1 oom_kill
-# event in StepId=41.0. Some of the step tasks have been OOM Killed."
+# Job accounting prints "StepId=41.0 exceeded memory limit (2092810240 > 629145600), being killed"
+# on the host, then "Exceeded job memory limit" on any. A cgroup prints "Detected 1 oom_kill event
+# in StepId=41.0. Some of the step tasks have been OOM Killed."
 _OUT_OF_MEMORY = re.compile(
     _BY_SLURM + rb"(\S+ exceeded memory limit .*|Exceeded \w+ memory limit.*"
     rb"|Detected \d+ oom[-_]kill event.*)"
@@ -49,7 +49,7 @@ _KILLED_FOR_MEMORY = "Out Of Memory"  # srun's description of a task
 class TaskFailure(NamedTuple):
     """A task that failed, as srun reports it."""
 
-    status: int  # as of a shell: 139 for a segmentation fault
+    status: int  # exit status in a shell: 139 for a segmentation fault
     host: str
     ranks: str  # "2" or "2-3"
 
@@ -69,12 +69,13 @@ _PALS_SIGNAL = re.compile(rb"^(\S+): rank (\d+) died from signal (\d+)")
 class LauncherErrors:
     """The standard error of a native launcher.
 
-    srun itself ends with the highest status: that of a task killed because another had failed.
-    first: the first task that failed before Slurm ended the step. failed: status and host of each
-    rank that failed. out_of_memory: what Slurm says first about memory. signalled_before: something
-    outside had signalled the step before the first task failed. aborted: Slurm itself is ending the
-    step. waits_for_resources: another step of the job holds them. refused: Slurm has started none.
-    daemons_lost: hosts whose MPI daemon is gone, as Open MPI prints it.
+    srun itself ends with the highest status, which may belong to a task that was killed because
+    another one failed. first: first task that failed before Slurm ended the step. failed: failed
+    rank -> (exit status, host). out_of_memory: Slurm's first line about memory. signalled_before:
+    something outside had signalled the step before the first task failed. aborted: Slurm itself is
+    ending the step. waits_for_resources: another step of the job holds resources that srun needs.
+    refused: Slurm could not create the step. daemons_lost: hosts whose MPI daemon is gone, as Open
+    MPI prints it.
     """
 
     def __init__(self, pipe: IO[bytes] | None) -> None:
@@ -151,7 +152,7 @@ class LauncherErrors:
         self._line_before = line
 
     def _note_mpi(self, line: bytes, lines: bytes) -> None:
-        """Note what an mpiexec prints. lines: this one and the one before."""
+        """Note what an mpiexec prints. lines: this line and the one before it."""
         if found := _MPI_SIGNAL.search(lines):
             self._note_rank(found[1], 128 + int(found[3]), found[2].decode())
         elif found := _MPI_STATUS.search(lines):

@@ -28,14 +28,14 @@ from .launcher_lines import LauncherErrors
 from .outcome import describe_status
 
 # Seconds from the first failure until the launcher is ended. srun itself ends the other ranks
-# within some 7, Open MPI within 4; Hydra lets them run.
+# within about 7 seconds, Open MPI within 4; Hydra lets them run.
 _END_SECONDS = 10.0
-_END_SECONDS_FOR_RESTART = 5.0  # the limit where the launch may start again
-_END_SECONDS_OF_HANG = 1.5  # the limit after a hang or a lost host: others have ended by then
-RETURN_SECONDS = 60.0  # from the end of all ranks until the launcher is ended
-_RETURN_SECONDS_OF_LOST = 5.0  # the limit where it waits for a lost process or host
-_GO_ON_SECONDS = 5.0  # after which a launcher that has lost a process on a host has not ended
-_REPORT_SECONDS = 0.5
+_END_SECONDS_FOR_RESTART = 5.0  # shorter if the launch may start again
+_END_SECONDS_OF_HANG = 1.5  # hang or lost host: ranks that can end have ended by then
+RETURN_SECONDS = 60.0  # ends a launcher that still runs this long after all ranks
+_RETURN_SECONDS_OF_LOST = 5.0  # ends it earlier if it waits for a lost process or host
+_GO_ON_SECONDS = 5.0  # waits before it reports that ranks without their launcher go on
+_REPORT_SECONDS = 0.5  # limit for last reports after the launcher has ended
 _ABORT_SECONDS = 0.5  # srun reports within this time that Slurm itself is ending the step
 
 
@@ -50,10 +50,10 @@ class NativeLaunch:
         self._errors = LauncherErrors(None)
         self._restarts = launch.plan.options.spare or launch.plan.options.max_restarts
         self._held: set[int] = set()  # signals for which not all ranks have a handler yet
-        self._orphans: dict[str, str] = {}  # of the JoinServer, if they came first
+        self._orphans: dict[str, str] = {}  # JoinServer.orphaned, if no failure came first
         self._orphaned_at = math.inf
         self._reported_waiting = self._ending = self._said_going_on = False
-        self._probed = False  # after a failure: whether the hosts respond
+        self._probed = False  # whether the hosts were probed after a failure
 
     def run(self) -> None:
         method, result = self._plan.method, self._result
@@ -138,7 +138,7 @@ class NativeLaunch:
         return status
 
     def _receive_last_reports(self) -> None:
-        """Receive what the parents of ranks have sent of their ends."""
+        """Receive the last reports of the ranks' parents."""
         limit = time.monotonic() + _REPORT_SECONDS
         while self._ranks.complete and self._ranks.running and time.monotonic() < limit:
             self._loop.run_once(limit - time.monotonic())
@@ -150,7 +150,7 @@ class NativeLaunch:
         Hydra waits for the other ranks, and srun for a host that is down.
         """
         result, reported = self._result, self._notices.first_cause
-        # After an exception that it has reported, a program may go on or try again.
+        # A program may go on or try again after an exception that it has reported.
         is_over = reported is not None and reported.is_over
         if result.failed_at is None and (self._errors.first or is_over):
             result.failed_at = now
@@ -181,9 +181,9 @@ class NativeLaunch:
         self._end(now)
 
     def _handle_orphans(self, now: float) -> None:
-        """Leave out a host on which a process of the launcher was killed, for a spare; or say it.
+        """Replace a host on which a process of the launcher was killed by a spare, or report it.
 
-        What happens after a failure or a stop is no cause.
+        Losses after a failure or a stop are consequences.
         """
         result = self._result
         if not self._orphans and self._ranks.orphaned:
@@ -282,7 +282,7 @@ def start_command(
 ) -> subprocess.Popen[bytes] | None:
     """Start srun or an mpiexec; None where that is not possible."""
     plan = launch.plan
-    with tempfile.TemporaryFile() as file:  # has no name, so nothing of it can be left
+    with tempfile.TemporaryFile() as file:  # has no name, so it cannot be left behind
         file.write(plan.method.host_file(plan).encode())
         file.flush()
         words = [word.replace(HOST_FILE, f"/proc/self/fd/{file.fileno()}") for word in words]

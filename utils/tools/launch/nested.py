@@ -1,8 +1,8 @@
-"""Find a launcher below a launcher: in the command before the start, then by what ranks run.
+"""Find a launcher below a launcher: in the command before the start, then in running ranks.
 
-A command may hide what it starts. So /proc is searched for workers of a torchrun below a rank, for
-torch in the memory of the ranks, and for a sign of any process group: torch names the threads of
-one (2.8 not those of gloo).
+A command may hide what it starts. So /proc is searched for torchrun workers below a rank, for torch
+in the memory of the ranks, and for the threads of a process group. torch names these threads; torch
+2.8 does not name gloo's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .child_processes import LAUNCH_VARIABLE
 from .launch_plan import Plan
 from .launch_result import LaunchResult, print_status
 
-# What starts ranks: names of programs and modules. A group is named as the --launcher for the same.
+# Programs and modules that start ranks. The name of a group is the --launcher to use instead.
 _LAUNCHER = re.compile(
     r"(?P<torchrun>torchrun|torch\.distributed\.(?:run|launch))"
     r"|(?P<mpiexec>(?:mpi(?:exec|run)|orterun|prterun|prun)(?:\W.*)?)"
@@ -34,14 +34,14 @@ _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 _WRAPPER = re.compile(r"-m|env|nice|(python|pypy)[\d.]*")
 _BEFORE_COMMAND = re.compile(r"-.*|\d+|\w+=.*|exec|then|do", re.DOTALL)
 
-_FIRST_SECONDS = 0.5  # between two looks, longer with time
-LONGEST_SECONDS = 10.0
-LATE_SECONDS = 120.0  # after all ranks have loaded torch
+_FIRST_SECONDS = 0.5  # seconds between the first looks; the interval grows
+LONGEST_SECONDS = 10.0  # longest interval between two looks
+LATE_SECONDS = 120.0  # warns this long after all ranks have loaded torch, if no group has formed
 _GROUP_THREADS = ("pt_gloo", "pt_nccl", "pt_xccl")
 
 
 def launcher_in(words: Sequence[str]) -> tuple[str, str] | None:
-    """Return the launcher that a command runs, and the --launcher for it; None for none.
+    """Return the launcher that a command runs, and the --launcher to use instead; None for none.
 
     It is found behind env, nice, python -m and the "--" of another program, and in `bash -c`.
     """
@@ -80,7 +80,7 @@ def _shell_commands(text: str) -> Iterator[list[str]]:
 def refusal(words: Sequence[str], program: str, option: str) -> str:
     """Return why a command is no script or program of one rank; "" where it may be one.
 
-    program: the command that the user has typed. option: how it is told that this is on purpose.
+    program: the command that the user has typed. option: the option that allows it.
     """
     found = launcher_in(words)
     if found is None:
@@ -99,20 +99,20 @@ def refusal(words: Sequence[str], program: str, option: str) -> str:
 
 
 class GroupWatch:
-    """Whether the ranks of this host form a process group of torch, seen from outside.
+    """Watch from outside whether the ranks of this host form a process group of torch.
 
-    next_look: the seconds until it is time to look again; None if there is nothing left to see.
-    formed: whether a rank has had a group, or a socket has had the port that ddpkit launch gave to
-    rank 0; also where the ranks are not watched.
+    next_look: seconds until the next look; None if there is nothing left to see. formed: whether a
+    rank has had a group, or a socket has had the port that ddpkit launch gave to rank 0; true if
+    the ranks are not watched.
     """
 
     def __init__(self, launch_id: str, ranks: int) -> None:
-        """launch_id: in the environment of the ranks. ranks: on this host; 0: do not watch."""
+        """launch_id: id in the ranks' environment. ranks: number of ranks here; 0: do not watch."""
         self.next_look: float | None = None
         self.formed = not ranks
         self._id, self._ranks = launch_id.encode(), ranks
-        self._port = self._rank_0 = 0  # the port, and the process id
-        self._in_group: set[int] = set()  # ranks
+        self._port = self._rank_0 = 0  # rank 0's port and process id; 0: unknown
+        self._in_group: set[int] = set()  # ranks that have a process group
         self._with_torch: set[int] = set()
         self._start = time.monotonic()
         self._due = self._start + _FIRST_SECONDS
@@ -120,7 +120,7 @@ class GroupWatch:
         self._reported = False
 
     def messages(self, now: float) -> Iterator[Message]:
-        """Look if it is time; yield what ddpkit launch is to know."""
+        """Look if it is time; yield messages for ddpkit launch."""
         if len(self._in_group) < self._ranks and now >= self._due:
             yield from self._look()
             seconds = (now - self._start) / 20
@@ -131,10 +131,11 @@ class GroupWatch:
             yield {"kind": "copies", "running": True}
 
     def ended_without_group(self) -> bool:
-        """Return whether the ranks, all ended now, loaded torch and had no group; not twice.
+        """Return whether the ranks, which have all ended, loaded torch and had no group.
 
-        A group that lived between two looks has left a connection to its store in TIME_WAIT. One of
-        less than half a second at an address of the script's own choice is missed.
+        False if this was reported before. A group that lived between two looks has left a
+        connection to its store in TIME_WAIT. A group of less than half a second is missed if the
+        script chose its own address.
         """
         self.formed = self.formed or process.uses_tcp_port(self._port)
         return not self.formed and not self._reported and self._all_have_torch()
@@ -143,7 +144,7 @@ class GroupWatch:
         return len(self._with_torch) >= self._ranks  # more where hosts share a PID namespace
 
     def _look(self) -> Iterator[Message]:
-        nested: dict[int, int] = {}  # ranks with workers of their own, and how many
+        nested: dict[int, int] = {}  # rank -> number of workers of its own
         for pid in process.process_ids():
             environ = process.environment(pid)
             text, _, count = environ.get(LAUNCH_RANK.encode(), b"").partition(b"/")
@@ -164,7 +165,7 @@ class GroupWatch:
             self._late_at = time.monotonic() + LATE_SECONDS
         has_port = process.uses_tcp_port(self._port, self._rank_0)
         self.formed = self.formed or has_port or bool(self._in_group)
-        # Rank 0 alone, or one that is in a group already, may start an evaluation.
+        # Workers of rank 0, or of a rank with a group, are allowed: they may run an evaluation.
         last = max(nested.keys() - self._in_group, default=0)
         if last > 0:
             yield {"kind": "group", "rank": last, "size": nested[last]}
@@ -177,8 +178,8 @@ def _has_group(pid: int) -> bool:
 def note_groups(message: Message, plan: Plan, result: LaunchResult, *, of_rank_0: bool) -> str:
     """Note what a GroupWatch reports; return what is wrong with the groups, or "".
 
-    of_rank_0: whether rank 0 is on its host. Where no rank has formed a group, the warning comes at
-    once if they run, else if they succeed.
+    of_rank_0: whether the message comes from rank 0's host. If no rank has formed a group, a
+    warning is printed at once while the ranks run, otherwise only if they succeed.
     """
     if message["kind"] == "copies" and of_rank_0:
         running = message["running"]

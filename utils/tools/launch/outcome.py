@@ -10,8 +10,8 @@ The evidence, from the strongest on:
 2. All ranks have saved after a stop, and nothing had failed before: the run can be continued.
 3. Every rank has ended by itself with status 0: the run is complete, whatever its launcher says.
 4. Slurm says why it has ended the ranks, or a stop came before the first failure.
-5. A host is lost, or the process that started the ranks there. Where all other hosts are lost, it
-   is the network of this one. What a rank has reported before comes first.
+5. A host is lost, or the process that started the ranks there. If all other hosts are lost, the
+network of this host has failed. An earlier report of a rank comes first.
 6. What the ranks report: monitor/decisions.py has found which of them failed first.
 7. What `ddpkit launch` has noticed itself, and how each rank has ended, in order.
 8. The exit status of the launcher, where nothing else is known.
@@ -30,13 +30,13 @@ from ...launch_protocol import EXIT_REQUEUE, Failure, Kind, Unimported
 from ...phrases import ABORTED, ENDED_BY, ENDED_WITH, HAD_ENDED
 from ...ranges import name_ranks
 
-# Two ranks of a script that end with an error so shortly after each other: either may be the cause.
+# If two ranks of a script fail within this time, either of them may be the cause.
 _SAME_MOMENT_SECONDS = 0.25
 _SHOWN = 8  # ranks in a message
-_CONSEQUENCES = (1, 128 + signal.SIGABRT)  # how a rank ends that has lost another one
+_CONSEQUENCES = (1, 128 + signal.SIGABRT)  # exit statuses of a rank that has lost another one
 _BY_LAUNCHER = 128 + signal.SIGTERM
-_OF_HOST = (128 + signal.SIGKILL, 128 + signal.SIGBUS)  # memory, or a broken host
-_BEFORE_LOSS = ("exception", "start", "uneven")  # of Failure.kind: a lost host explains others
+_OF_HOST = (128 + signal.SIGKILL, 128 + signal.SIGBUS)  # memory or a broken host is the cause
+_BEFORE_LOSS = ("exception", "start", "uneven")  # kinds that a lost host does not explain
 _STOPS: dict[int, str] = {
     signal.SIGTERM: "the job was cancelled, or has reached its time limit",
     signal.SIGINT: "the launch was interrupted",
@@ -46,8 +46,8 @@ _STOPS: dict[int, str] = {
 class RankEnd(NamedTuple):
     """How a rank has ended; or a torchrun agent, which has no rank.
 
-    status: as of a shell, 139 for a segmentation fault; None where it is not known. at: when this
-    process learnt it, by time.monotonic(). by_launch: the launch had begun to end the ranks.
+    status: as a shell reports it, 139 for a segmentation fault; None if unknown. at:
+    time.monotonic() when this process learnt it. by_launch: the launch had begun to end the ranks.
     """
 
     who: str  # "rank 1 on n2"
@@ -92,27 +92,27 @@ class Evidence(NamedTuple):
     problem_status: int = 1
     lost: Sequence[Loss] = ()  # hosts that do not respond
     gone: Sequence[Loss] = ()  # hosts whose agent, or process of the launcher, is gone
-    hosts: Sequence[str] = ()  # of the plan
+    hosts: Sequence[str] = ()  # hosts of the plan
     own_host: str = ""
     stopped_by: int = 0  # a stop signal soon before or after the first failure
     stopped_at: float = 0.0
-    at_once: bool = False  # it ended everything at once
+    at_once: bool = False  # a stop signal ended everything at once
     slurm_reason: str = ""  # Slurm's line about why it has ended the step
-    slurm_signalled: bool = False  # it says that something outside had signalled the step before
+    slurm_signalled: bool = False  # a signal from outside came before the first failure
     out_of_memory: OutOfMemory | None = None
     launcher: str = ""  # "srun"; "" where this process starts the ranks
     launcher_status: int | None = None
-    launcher_killed: bool = False  # by a signal
-    launcher_late: float | None = None  # seconds after the first failure, when it had to be ended
-    syntax_error: str = ""  # of the script, or a missing module: no rank can run it
-    unimported: Unimported | None = None  # what the first rank that failed did not get from a copy
+    launcher_killed: bool = False  # a signal ended the launcher
+    launcher_late: float | None = None  # seconds from the first failure until it was ended
+    syntax_error: str = ""  # syntax error or missing module: no rank can run the script
+    unimported: Unimported | None = None  # what the first failed rank cannot import from a copy
 
 
 class Outcome(NamedTuple):
     """How a launch has ended.
 
-    status: the exit status of ddpkit launch. kind: of Failure; "complete", "saved". suspects: hosts
-    that should get no ranks any more. certain: what was seen there cannot be the program's fault.
+    status: exit status of ddpkit launch. kind: kind of Failure, or "complete" or "saved". suspects:
+    hosts that should get no more ranks. certain: the program cannot be at fault.
     """
 
     status: int
@@ -122,10 +122,10 @@ class Outcome(NamedTuple):
     host: str | None = None
     suspects: tuple[str, ...] = ()
     certain: bool = False
-    lost_hosts: tuple[str, ...] = ()  # those of `suspects` that do not respond at all
+    lost_hosts: tuple[str, ...] = ()  # suspects that do not respond at all
     by_launch: bool = True  # the cause was found by this process, not by the ranks
-    stopped: bool = False  # by a signal or the user: no restart
-    unimported: Unimported | None = None  # from a copy of --stage; the shared packages may work
+    stopped: bool = False  # a signal or the user has ended it: no restart
+    unimported: Unimported | None = None  # failed import from a copy; shared packages may work
 
     @property
     def complete(self) -> bool:
@@ -138,7 +138,7 @@ class Outcome(NamedTuple):
 
     @property
     def failure(self) -> Failure | None:
-        """What programs read; None where nothing has failed."""
+        """The failure for programs to read; None if nothing has failed."""
         if not self.status or self.kind == "complete" or self.kind == "saved":
             return None
         return Failure(self.cause, self.kind, self.rank, self.host)
@@ -177,9 +177,9 @@ def _may_start_from_shared(outcome: Outcome, evidence: Evidence) -> bool:
 
 
 def _failed_before(evidence: Evidence, saved_at: float) -> bool:
-    """Whether something had failed before all ranks had saved, which was no stop then.
+    """Whether something had failed before all ranks saved: then the save is not due to a stop.
 
-    A rank that has ended cannot save, so what counts is what the ranks do not see.
+    A rank that has ended cannot save, so only failures that the ranks do not see count here.
     """
     known = [loss.at for loss in (*evidence.lost, *evidence.gone)]
     known += [evidence.problem_at] if evidence.problem_at is not None else []
@@ -187,7 +187,7 @@ def _failed_before(evidence: Evidence, saved_at: float) -> bool:
 
 
 def _lost(evidence: Evidence) -> Outcome | None:
-    """A host that does not respond, or on which the launcher's process is gone."""
+    """Return the loss of a host, or of the launcher's process there, if it is the cause."""
     losses = evidence.lost or evidence.gone
     if not losses:
         return None
@@ -223,9 +223,9 @@ def _lost(evidence: Evidence) -> Outcome | None:
 
 
 def _is_explained(evidence: Evidence, loss: Loss) -> bool:
-    """Whether a rank had failed before a process of the launcher has ended, which is then no cause.
+    """Whether a rank had failed before the launcher lost a process: then the loss is no cause.
 
-    One that was killed without a report, and all that follows, may be due to the lost process.
+    The lost process may be the cause if ranks report that a rank was killed or lost.
     """
     reported = evidence.reported
     if reported is not None and reported.kind not in ("killed", "lost", "stop"):
@@ -236,7 +236,7 @@ def _is_explained(evidence: Evidence, loss: Loss) -> bool:
 
 
 def _ended_by_slurm(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
-    """Slurm has ended the ranks, by its own words, and no rank had failed by itself before."""
+    """Return Slurm's reason for ending the ranks, if no rank had failed by itself before."""
     first = next((end for end in ends if end.status), None)
     by_itself = first is not None and first.status not in (_BY_LAUNCHER, 128 + signal.SIGKILL)
     if evidence.slurm_signalled and not evidence.stopped_by:
@@ -254,7 +254,7 @@ def _ended_by_slurm(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | No
 
 
 def _stopped(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
-    """A stop came before the first failure."""
+    """Return the stop if it came before the first failure."""
     times = [end.at for end in ends if end.status] + [evidence.problem_at or math.inf]
     if evidence.stopped_by not in _STOPS or evidence.stopped_at > min(times):
         return None
@@ -266,13 +266,13 @@ def _stopped(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
 
 
 def _reported(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | None:
-    """What the ranks report as the first failure, with how that rank has ended."""
+    """Return the first failure that the ranks report, with the end of the rank at fault."""
     reported = evidence.reported
     if reported is None:
         return None
     if reported.kind == "uneven" and (outcome := _left_by_failing(evidence, ends)):
         return outcome
-    # An exception that was reported is the cause also where the launcher ended its rank meanwhile.
+    # A reported exception is the cause even if the launcher has ended its rank meanwhile.
     if reported.kind == "exception":
         ends = [end for end in ends if end.status != _BY_LAUNCHER]
     first_status = next((end.status for end in ends if end.status), None)
@@ -306,7 +306,7 @@ def _left_by_failing(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome | N
 
 
 def _noticed(evidence: Evidence, ends: Sequence[RankEnd]) -> Outcome:
-    """What this process has noticed, how the ranks have ended, what the launcher says."""
+    """Return the cause from what this process has noticed, the ranks' ends and the launcher."""
     failed = [end for end in ends if end.status]
     problem, status = evidence.problem, evidence.problem_status or 1
     if evidence.syntax_error and (failed or problem):
@@ -343,7 +343,7 @@ def _without_end(evidence: Evidence) -> list[str]:
 
 
 def _of_ends(failed: list[RankEnd], ends: Sequence[RankEnd], evidence: Evidence) -> Outcome:
-    """Return the failure of the rank that failed first, as far as its end shows that."""
+    """Return the failure of the rank that failed first, if the ranks' ends show which one."""
     first = _first_of(failed)
     is_one_host = len({(end.status, end.host) for end in failed}) == 1 < len(failed)
     if is_one_host and failed[-1].at - failed[0].at < _SAME_MOMENT_SECONDS:
@@ -381,7 +381,7 @@ def _first_of(failed: list[RankEnd]) -> RankEnd | None:
     by_signal = [
         end for end in candidates if (end.status or 0) > 128 and end.status not in _CONSEQUENCES
     ]
-    killed = [end for end in by_signal if end.status in _OF_HOST]  # by nothing that another did
+    killed = [end for end in by_signal if end.status in _OF_HOST]  # no other rank can cause this
     if len(by_signal) == 1 or killed and killed == by_signal:
         return by_signal[0]
     first, *more = candidates
@@ -401,11 +401,11 @@ def _with_suspects(outcome: Outcome, evidence: Evidence) -> Outcome:
         return outcome._replace(suspects=(outcome.host,), certain=True)
     by_itself = [end for end in evidence.ends if end.rank == outcome.rank and not end.by_launch]
     end = by_itself[0].status if by_itself and outcome.rank is not None else None
-    if outcome.rank is None and outcome.kind == "status":  # each rank of a host, in one moment
+    if outcome.rank is None and outcome.kind == "status":  # all ranks of a host, at the same moment
         end = outcome.status
     is_unexplained = outcome.kind == "hang" or outcome.kind == "killed" and end is None
     if is_unexplained or outcome.kind in ("killed", "status") and end in _OF_HOST:
-        if evidence.out_of_memory is None:  # the job's own limit
+        if evidence.out_of_memory is None:  # otherwise the job exceeded its own limit
             return outcome._replace(suspects=(outcome.host,))
     return outcome
 

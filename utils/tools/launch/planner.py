@@ -20,7 +20,7 @@ from .methods import NAMES, choose
 from .methods.srun import for_part_of_job
 from .rank_environment import clean, threads_per_rank, watched
 
-RANKS_PER_GPU, RANKS_PER_CORE = 2, 4  # at most, unless Options.oversubscribe
+RANKS_PER_GPU, RANKS_PER_CORE = 2, 4  # limits, unless Options.oversubscribe is set
 _SHOWN = 8  # hosts in a message
 
 
@@ -33,7 +33,7 @@ def make_plan(
 ) -> Plan:
     """Plan how to run `command` as the ranks of one launch. PlanError where that is impossible.
 
-    environ: of this process.
+    environ: environment of this process.
     """
     options, environ = _checked(options), without_set_threads(environ)
     if options.spare and allocation is not None:
@@ -67,7 +67,7 @@ def make_plan(
                 f"{method.describe()}: only srun and --launcher local pass it to rank 0. Redirect "
                 "it from /dev/null, and let the script open the file"
             )
-        options = options._replace(input=False)  # an empty pipe, as of sshd or slurmstepd
+        options = options._replace(input=False)  # an empty pipe, such as sshd's
 
     request = Request(options, allocation, host_info, environ, hosts)
     plan = Plan(
@@ -182,9 +182,9 @@ def _choose_hosts(options: Options, allocation: Allocation | None, host_info: Ho
 
 
 def _check_numbers(options: Options, hosts: Hosts, host_info: HostInfo) -> None:
-    """Raise PlanError where an option gives a host more ranks than it can have in earnest.
+    """Raise PlanError if an option gives a host more ranks than it can reasonably run.
 
-    A mistake such as -n 500 would take the host down. What the job has requested is not checked.
+    A mistake such as -n 500 would take the host down. The job's own request is not checked.
     """
     option = "--ntasks-per-node" if options.ntasks is None else "-n"
     given = options.ntasks or options.ranks_per_node
@@ -245,8 +245,8 @@ def _ranks_per_host(
 ) -> tuple[list[int], list[str]]:
     """Return --ntasks-per-node, else the slots of the job, else one rank for each GPU; and notes.
 
-    One slot per host is treated as no request: a job has it that requested no tasks, or one task
-    for torchrun, as most job scripts of torchrun do. Then each GPU gets a rank.
+    One slot per host is treated as no request: the job requested no tasks, or one task for
+    torchrun, as most job scripts for torchrun do. Then each GPU gets a rank.
     """
     slots, gpus = list(allocation.ranks_per_host), list(allocation.gpus_per_host)
     if options.ranks_per_node is not None:
@@ -313,7 +313,7 @@ def _selected(options: Options, hosts: list[_Host]) -> list[_Host]:
 def _known_bad(
     options: Options, allocation: Allocation, environ: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return hosts to leave out: those that have failed, then listed ones as far as spares last."""
+    """Return hosts to leave out: first failed ones, then listed ones while spares remain."""
     file = environ.get(exclude_file.VARIABLE)
     listed = exclude_file.listed(file, allocation.hosts) if file else []
     more = [host for host in listed if index_of(host, options.without) is None]
@@ -323,9 +323,9 @@ def _known_bad(
 def _without_spares(
     options: Options, allocation: Allocation | None, hosts: list[_Host]
 ) -> tuple[list[_Host], tuple[str, ...]]:
-    """Return the hosts that get ranks, always the same number of them, and the names of the rest.
+    """Return the hosts that get ranks, always the same number, and the names of the spare ones.
 
-    Those that have failed are left out. PlanError where too few are left.
+    Failed hosts are left out. PlanError if too few are left.
     """
     if not options.spare:
         return hosts, ()

@@ -18,7 +18,7 @@ from .methods.mpiexec import Pals
 
 PALS_FOLDER = Path("/opt/cray/pals")
 _NAMES = ("mpiexec", "mpiexec.hydra", "mpirun")
-_VERSION_SECONDS = 10.0
+_VERSION_SECONDS = 10.0  # time limit of mpiexec --version
 
 
 class Programs:
@@ -49,7 +49,7 @@ class Programs:
 
     @functools.cached_property
     def mpiexec(self) -> Mpiexec | None:
-        """The mpiexec that was given, else that of PALS, else the first real one on PATH."""
+        """The mpiexec that the user has given, else PALS's, else the first real one on PATH."""
         for path in [self._given_mpiexec] if self._given_mpiexec else self._candidates():
             found = identify(path)
             if found is not None:
@@ -80,7 +80,7 @@ class Programs:
 
 
 def pals_candidates(folder: Path, path: str) -> list[str]:
-    """Return each mpiexec of PALS: of the loaded module, the default version, then the newest."""
+    """Return PALS's mpiexecs: the loaded module's, the default version's, then the newest first."""
     loaded = [
         Path(entry) / "mpiexec"
         for entry in path.split(os.pathsep)
@@ -97,7 +97,7 @@ def _version_of(mpiexec: Path) -> list[int]:
 
 
 def identify(path: str) -> Mpiexec | None:
-    """Return which mpiexec this is; None for one that hangs or is only a wrapper, as of PBS."""
+    """Return which mpiexec this is; None if it hangs or is only a wrapper, such as PBS's."""
     if f"{PALS_FOLDER}/" in path or f"{PALS_FOLDER}/" in os.path.realpath(path):
         return Mpiexec(path, Pals)
     if submits_to_slurm(path):

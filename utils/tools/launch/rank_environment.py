@@ -13,7 +13,7 @@ from ...launchers.rank_variables import LAUNCH_RANK
 from ...launchers.rank_variables import RANK_VARIABLES as RANK_VARIABLES
 from ..schedulers.allocation import Allocation
 
-# These describe one host: a rank gets the value of its host, never that of another one.
+# These describe one host: a rank gets its own host's value, never another host's.
 _OF_HOST = {
     "HOSTNAME",
     "HOST",
@@ -36,7 +36,7 @@ _OF_HOST = {
     "XDG_RUNTIME_DIR",
     "XDG_SESSION_ID",
 }
-_OF_HOST_PREFIXES = ("SLINGSHOT_",)  # network keys that PALS gives to what it starts
+_OF_HOST_PREFIXES = ("SLINGSHOT_",)  # network keys that PALS gives to its processes
 WATCH, WATCHED = "DDPKIT_WATCH", "DDPKIT_WATCHED"  # see rank_site/sitecustomize.py
 RANK_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_site")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -46,6 +46,7 @@ _WITHOUT_SITE = {
     "E": "ignores PYTHONPATH",
     "S": "does not import sitecustomize",
 }
+# Variables of a host that are sent to agents without a value of their own.
 _SENT_IF_MISSING = {"TMPDIR", "CUDA_DEVICE_ORDER", "PBS_MOMPORT"}
 
 
@@ -58,9 +59,9 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def watched(environ: Mapping[str, str], *, on: bool = True) -> dict[str, str]:
-    """Return the environment of ranks that are watched whatever they run; see rank_site.
+    """Return an environment in which ranks are watched, whatever they run; see rank_site.
 
-    on: False leaves out what a watch around this process has set.
+    on: False removes the variables of a watch around this process.
     """
     found = {name: value for name, value in environ.items() if name not in (WATCH, WATCHED)}
     folders = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -75,9 +76,9 @@ def watched(environ: Mapping[str, str], *, on: bool = True) -> dict[str, str]:
 
 
 def why_unwatched(command: Sequence[str]) -> str | None:
-    """Return why nothing watches a command whose environment is watched(); None where it may be.
+    """Return why a command is not watched in an environment of watched(); None if it may be.
 
-    Python loads the watch by PYTHONPATH and its site module. What a script starts is not known.
+    Python loads the watch through PYTHONPATH and its site module. What a script starts is unknown.
     """
     program = os.path.basename(command[0])
     if _PYTHON.fullmatch(program):
@@ -101,7 +102,7 @@ def why_unwatched(command: Sequence[str]) -> str | None:
 
 
 def unwatched_line(reason: str) -> str:
-    """Return what a user is told who gave a limit that nothing counts."""
+    """Return the line for a user whose --hang-timeout does not apply."""
     return (
         f"nothing watches the ranks, and --hang-timeout does not apply: {reason}. Expected a "
         "script of Python that reads PYTHONPATH. A script that calls setup_distributed() applies "
@@ -128,7 +129,7 @@ def rank_variables(
 def correct_slurm_variables(environ: MutableMapping[str, str], num_hosts: int) -> None:
     """Set Slurm's variables of a task as srun would set them for this rank.
 
-    environ: with RANK_VARIABLES. num_hosts: of the launch.
+    environ: has RANK_VARIABLES. num_hosts: number of hosts of the launch.
 
     In a rank of an mpiexec, Slurm's variables describe the mpiexec's daemon on this host, or the
     batch script. Code that reads them, such as Lightning, would take the number of daemons for the
@@ -183,8 +184,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of an agent's ranks.
 
-    sent: that of the launch. own: the agent's, which counts for what the scheduler has set for this
-    host. same_host: whether ddpkit launch runs on this host.
+    sent: environment of the launch. own: the agent's environment, which wins for variables that the
+    scheduler sets on each host. same_host: whether ddpkit launch runs on this host.
     """
     environ = {
         name: value

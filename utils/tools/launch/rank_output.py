@@ -12,7 +12,7 @@ from typing import IO
 
 from .event_loop import EventLoop
 
-_PARTIAL_LINE_SECONDS = 0.2  # the start of a line waits so long for its end
+_PARTIAL_LINE_SECONDS = 0.2  # waits this long for the rest of a line
 _MAXIMUM_LINE_BYTES = 1 << 16  # a longer line is passed on in parts
 
 
@@ -38,13 +38,13 @@ def write_output(stream: int, text: bytes) -> None:
 
 
 class _Stream:
-    """One stream of one process, cut into whole lines so that processes do not mix theirs."""
+    """One stream of one process, passed on in whole lines so that lines do not mix."""
 
     def __init__(self, pipe: IO[bytes], number: int, index: int) -> None:
-        """number: 1 or 2. index: of the process on its host."""
+        """number: 1 or 2, as its descriptor. index: index of the process on its host."""
         self.pipe, self.number, self.index = pipe, number, index
-        self.partial = b""  # the start of a line
-        self.since = 0.0  # when it has arrived
+        self.partial = b""  # a line that is not complete yet
+        self.since = 0.0  # time.monotonic() when it arrived
         os.set_blocking(pipe.fileno(), False)
 
     def fileno(self) -> int:
@@ -93,7 +93,7 @@ class Outputs:
     def drain(self, seconds: float, wait: Callable[[float], None]) -> None:
         """Pass on the last output of processes that have ended.
 
-        What they have started may still run and hold the streams open, hence the limit.
+        seconds: time limit, because their children may still run and hold the streams open.
         wait(seconds): runs the loop once.
         """
         limit = time.monotonic() + seconds
@@ -107,7 +107,7 @@ class Outputs:
         self._loop.add(stream, lambda events: self._read(stream))
 
     def _read(self, stream: _Stream) -> None:
-        """Pass on the whole lines that have arrived, at the end of the stream all that is left."""
+        """Pass on the whole lines that have arrived; at the end of the stream, also the rest."""
         try:
             chunk = os.read(stream.fileno(), 1 << 16)
         except BlockingIOError:

@@ -1,9 +1,10 @@
-"""The process that srun or an mpiexec has started, as the parent of the rank: it knows its end.
+"""Start a rank below the process that srun or an mpiexec has started, and report its end.
 
-A native launcher reports one exit status for all ranks, and Hydra, PRRTE and srun each lose other
-signals on the way. So the process that the launcher has started does not become the program: it
-starts it, stays, and reports to ddpkit launch how it has ended. Then it ends in the same way, so
-that the launcher sees the same end. Both are in one process group: launchers signal all of it.
+A native launcher reports one exit status for all ranks. Hydra, PRRTE and srun each lose some
+signals on the way. So the process that the launcher has started does not become the program. It
+starts the program as a child, stays, and reports to ddpkit launch how the rank has ended. Then it
+ends in the same way, so that the launcher sees the same end. Both are in one process group:
+launchers signal the whole group.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from .ignored_stops import IgnoredStops
 from .nested import LONGEST_SECONDS, GroupWatch
 from .stopped_ranks import StoppedRanks, hang_limit
 
-_ORPHAN_SECONDS = 1.0  # for a rank to end by itself, once launcher and launch are gone
-_LAUNCHER_SECONDS = 1.0  # between two looks whether the launcher's process still runs
-_SEND_SECONDS = 5.0  # to hand a last report to the kernel
+_ORPHAN_SECONDS = 1.0  # lets a rank end by itself once launcher and launch are gone
+_LAUNCHER_SECONDS = 1.0  # interval of checks that the launcher's process still runs
+_SEND_SECONDS = 5.0  # time limit for handing a last report to the kernel
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def start(execute: Callable[[], NoReturn]) -> int:
     """Start the rank by `execute`; return its process id. The rank is killed if this process is.
 
-    This process keeps open what the launcher has given it, such as PMI_FD: Hydra kills both once
-    that is closed, and the end of the rank is to be reported before.
+    This process keeps the launcher's descriptors open, such as PMI_FD: Hydra kills both processes
+    once it is closed, but the end of the rank must be reported first.
     """
     parent = os.getpid()
     stops = {*STOP_SIGNALS, signal.SIGQUIT}
@@ -67,14 +68,15 @@ def start(execute: Callable[[], NoReturn]) -> int:
 
 
 class RankParent:
-    """Wait for the rank, and report on it. status: as of a shell, once it has ended.
+    """Wait for the rank, and report on it.
 
-    The reports are which signals of HELD it handles, the groups that it and the other ranks of this
-    host form, its end, and that the launcher's process on this host is gone.
+    status: exit status as a shell reports it; None while the rank runs. Reports: the signals in
+    HELD that the rank handles, the groups that ranks of this host form, the end of the rank, and
+    the loss of the launcher's process on this host.
     """
 
     def __init__(self, pid: int, peer: Channel, watch: GroupWatch, *, forwards: bool) -> None:
-        """peer: the launch. forwards: whether its launcher signals this process alone."""
+        """peer: connection to the launch. forwards: whether to pass stop signals on to the rank."""
         self._pid, self._peer, self._watch = pid, peer, watch
         self._launcher = os.getppid()
         self._launcher_name = process.name(self._launcher)
@@ -98,7 +100,7 @@ class RankParent:
             signal.signal(number, lambda received, _: self._note_stop(received))
 
     def run(self) -> None:
-        """Return when the rank has ended, and its launch knows it."""
+        """Wait until the rank has ended, and report its end to the launch."""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -124,7 +126,7 @@ class RankParent:
             self._peer.send({"kind": "copies", "running": False}, _SEND_SECONDS)
         report: Message = {"kind": "exit", "status": self.status, "at": time.time()}
         self._peer.send(report, _SEND_SECONDS)
-        self._peer.receive()  # what is unread would let the kernel discard what was sent
+        self._peer.receive()  # unread data would make the kernel discard what was sent
         self._peer.close()
 
     def _has_ended(self) -> bool:
@@ -151,7 +153,7 @@ class RankParent:
     def _report_handlers(self, now: float) -> float | None:
         """Report the signals that the rank handles by now; return the seconds until the next look.
 
-        A program without handlers is looked at less and less.
+        A program without handlers is checked less and less often.
         """
         if len(self._handled) == len(HELD):
             return None
@@ -164,7 +166,7 @@ class RankParent:
         return self._next_look - now
 
     def _note_stop(self, number: int) -> None:
-        """Note a signal of the launcher, and pass it on where the rank has not got it."""
+        """Note a signal from the launcher; pass it on if the rank may not have received it."""
         self._ignored.signalled(number, time.monotonic())
         if self._forwards:
             with suppress(ProcessLookupError):

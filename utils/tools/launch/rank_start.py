@@ -1,7 +1,8 @@
 """The program that srun or an mpiexec starts as each rank.
 
-It joins the launch, sets the rank's variables and starts the user's program, which has the open
-descriptors (PMI_FD), GPU masks and signals of the native launcher. See rank_parent.py.
+It joins the launch, sets the rank's variables and starts the user's program. The program inherits
+the native launcher's descriptors (PMI_FD) and GPU masks, and receives its signals. See
+rank_parent.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .nested import GroupWatch
 from .rank_environment import correct_slurm_variables
 from .rank_output import open_file
 
-_ANSWER_SECONDS = 1e6  # ddpkit launch ends the launch before, or the connection is lost
+_ANSWER_SECONDS = 1e6  # no limit: ddpkit launch ends the launch, or the connection is lost
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.update(share.variables)
     if port is not None:
         port.keep_over_exec()
-    if report["rank"] != 0:  # Intel's mpiexec lets it wait for an input that never comes
+    if report["rank"] != 0:  # under Intel's mpiexec, a read would never return
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if output is not None:
         for stream in (1, 2):
@@ -144,7 +145,7 @@ def _open_output(folder: str, rank: int) -> int:
 
 
 def host_id() -> list[str]:
-    """Return this host's name, and what distinguishes it from another host of that name."""
+    """Return this host's name, boot id and network namespace: names may repeat."""
     return [socket.gethostname(), process.boot_id(), process.namespace("net")]
 
 

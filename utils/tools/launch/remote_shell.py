@@ -1,8 +1,8 @@
 """pbs_tmrsh instead of ssh, for an mpiexec that starts its daemons with a remote shell.
 
-No ssh is needed then, and PBS ends what it has started. An mpiexec gives options of ssh, a host,
-perhaps without its domain, and a line of shell. pbs_tmrsh expects the host as the node file has it,
-no options, and a program.
+No ssh is needed then, and PBS ends the processes that it has started. An mpiexec gives options of
+ssh, a host, perhaps without its domain, and a line of shell. pbs_tmrsh expects no options, the host
+as the node file spells it, and a program.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ...job.notation import short_name
 from .bootstrap import import_code
 
 VARIABLE = "DDPKIT_REMOTE_SHELL"  # holds the code that runs main()
-_WITH_VALUE = {"-o", "-p", "-l", "-i", "-F"}  # options of ssh that have a value
+_WITH_VALUE = {"-o", "-p", "-l", "-i", "-F"}  # options of ssh that take a value
 
 
 def pbs_tmrsh_words(arguments: Sequence[str], node_file: Iterable[str]) -> list[str]:
-    """Convert ssh's arguments to those of pbs_tmrsh. node_file: the lines of the node file."""
+    """Convert arguments of ssh to arguments of pbs_tmrsh. node_file: the lines of the node file."""
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
         del rest[: 2 if rest[0] in _WITH_VALUE else 1]
@@ -44,7 +44,7 @@ def words(python: str) -> list[str]:
     """Return the remote shell as words that an mpiexec may split at spaces and double-quote.
 
     Only the first word may have a space, and no word has a character special in double quotes.
-    python: of a virtual environment with a space in its path, the Python behind it is used.
+    python: if the path has a space, such as a virtual environment's, its real path is used.
     """
     python = os.path.realpath(python) if " " in python else python
     return [python, "-I", "-S", "-c", f"exec(__import__('os').environ['{VARIABLE}'])"]

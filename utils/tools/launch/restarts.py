@@ -1,12 +1,12 @@
 """Whether a launch that has failed starts again: with a spare host, on the same hosts, or not.
 
-What speaks for what, in this order:
+Rules, first match wins:
 
-1. A stop, the user, a script that all ranks have saved, a wrong command: no restart.
+1. A stop by a signal or the user, a wrong command, or a failed network: no restart.
 2. Three failures in a row without a newer checkpoint than before: no restart.
 3. A host is suspected, by outcome.py: it is left out, and a spare takes its place. This is certain
    where the host is lost, no rank could start there, or its GPU has reported an error. A rank that
-   was killed or hangs only suggests it, so the same a second time is no restart.
+   was killed or hangs is only a hint: the same failure twice is no restart.
 4. Anything else, or no spare is left and the hosts still exist: a restart on the same hosts, as
    often as --max-restarts allows, unless the same failure comes twice without a new checkpoint in
    between. That is the program's own error.
@@ -26,14 +26,14 @@ from .launch_result import Ended, print_status
 from .outcome import Outcome
 
 MOST_WITHOUT_PROGRESS = 3
-# A script without the kit's Checkpointer reports none: then so long a run counts as progress.
+# A script without the kit's Checkpointer reports no steps: a run of this length is progress.
 PROGRESS_SECONDS = 600.0
 
 _NEVER = ("stop", "command", "network")
 _OF_LAUNCHER = r"\. (?:Rank \d+ (?:was )?ended |Slurm reports: ).*"
-_REFUSED_SECONDS = 30.0  # from a failure, until a step that Slurm refuses is given up
-_REFUSED_PAUSE_SECONDS = 2.0
-# What differs where an exception comes again.
+_REFUSED_SECONDS = 30.0  # gives up a step that Slurm still refuses this long after the failure
+_REFUSED_PAUSE_SECONDS = 2.0  # waits before it requests the step again
+# Parts of an exception's text that differ when it comes again.
 _DIFFERS = (
     r"\branks? [\d,-]+|\b0x[0-9a-f]+"
     r"|\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?)?|\b\d\d?:\d\d:\d\d(?:[.,]\d+)?"
@@ -44,8 +44,8 @@ _DIFFERS = (
 class Attempt(NamedTuple):
     """How one start of the ranks has ended.
 
-    checkpoint: the newest step that a Checkpointer has reported as safe in this attempt; None for
-    none. seconds: from the start to the end.
+    checkpoint: newest step that a Checkpointer has reported as safe in this attempt; None for none.
+    seconds: run time.
     """
 
     outcome: Outcome
@@ -63,7 +63,7 @@ class Restart(NamedTuple):
 def decide(attempts: Sequence[Attempt], spares: int, max_restarts: int) -> Restart:
     """Return what follows the last attempt.
 
-    spares: hosts that are still unused. max_restarts: restarts on the same hosts that are left.
+    spares: number of unused spare hosts. max_restarts: remaining restarts on the same hosts.
     """
     last = attempts[-1].outcome
     if not last.status or last.stopped or last.failure is None:
@@ -86,7 +86,7 @@ def decide(attempts: Sequence[Attempt], spares: int, max_restarts: int) -> Resta
 
 
 def _without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Return the last attempts, from the first one that has saved nothing new after it began."""
+    """Return the last attempts, from the latest one that has made progress."""
     newest, progress = -1, []
     for attempt in attempts:
         step = -1 if attempt.checkpoint is None else attempt.checkpoint
@@ -102,8 +102,10 @@ def _is_same(first: Outcome, second: Outcome) -> bool:
 
 
 def _plain(outcome: Outcome) -> str:
-    """Return the failure without what differs where it comes again: rank, host, addresses, paths,
-    times, and what the launcher adds of its end, which it need not know each time.
+    """Return the failure without details that differ when it comes again.
+
+    These are rank, host, addresses, paths, times, and how the rank has ended, which the launcher
+    does not always know.
 
     The numbers of an exception stay: "bad batch 17" and "bad batch 23" are not the same.
     """
@@ -117,8 +119,8 @@ def _plain(outcome: Outcome) -> str:
 class Restarts:
     """A launch that starts again after a failure, as decide() says.
 
-    plan: the first one. replan: returns a plan without some hosts; PlanError where they are needed.
-    max_restarts: on the same hosts.
+    plan: the first plan. replan: returns a plan without some hosts; PlanError if they are needed.
+    max_restarts: restarts on the same hosts.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class Restarts:
     def _is_refused(self, ended: Ended) -> bool:
         """Whether Slurm has refused a restart, which it may accept in a moment.
 
-        It keeps the step before, and its resources, until a lost host has responded.
+        Slurm keeps the previous step and its resources until a lost host has responded.
         """
         if ended.outcome.kind != "refused" or not self._notice.number:
             return False

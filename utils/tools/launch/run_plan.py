@@ -28,16 +28,16 @@ from .outcome import Outcome
 from .rank_output import Outputs, labelled, write_output
 from .stopped_ranks import StoppedRanks, hang_limit
 
-_DRAIN_SECONDS = 1.0
+_DRAIN_SECONDS = 1.0  # limit for the last output: a child of a rank may hold the pipe
 _BACKLOG = 16
-_SECONDS_TO_FIND = 10.0  # why the script cannot run
+_SECONDS_TO_FIND = 10.0  # time limit for finding why the script cannot run
 
 
 def run(plan: Plan, replan: Callable[[tuple[str, ...]], Plan] | None = None) -> Outcome:
     """Start the ranks and wait for them; return how the launch has ended. Print its last line.
 
-    The exit status is that of the first rank that failed, and EXIT_REQUEUE when all ranks have
-    saved after a stop, whatever the launcher in between makes of that.
+    The exit status is the status of the first rank that failed, or EXIT_REQUEUE when all ranks have
+    saved after a stop, whatever the launcher in between returns.
 
     replan: returns the plan without some hosts, for a restart; PlanError where they are needed.
     """
@@ -53,7 +53,7 @@ def run(plan: Plan, replan: Callable[[tuple[str, ...]], Plan] | None = None) -> 
 class _Starts:
     """The starts of one launch: from copies of the packages, until the ranks cannot import these.
 
-    Such a start is made again at once from the shared packages, and is no restart.
+    Then the ranks start again at once from the shared packages. This is no restart.
     """
 
     def __init__(self, replan: Callable[[tuple[str, ...]], Plan]) -> None:
@@ -69,9 +69,9 @@ class _Starts:
         from .restarts import PROGRESS_SECONDS, rewind_input
 
         is_progress = ended.checkpoint is not None or ended.seconds >= PROGRESS_SECONDS
-        if is_progress:  # it was no import at the start
+        if is_progress:  # the import did not fail at the start
             return ended
-        # A launcher may have read for rank 0 what a pipe held.
+        # A launcher may already have read rank 0's input from a pipe.
         if plan.options.input and plan.native_launcher_starts_ranks and not rewind_input():
             return ended
         try:
@@ -116,7 +116,7 @@ def _run_once(plan: Plan) -> Ended:
         ends = result.evidence().ends
         is_exception = all(end.status == 1 for end in ends if end.status and not end.by_launch)
         result.syntax_error = _script_error(plan, imports=is_exception)
-        first_cause = None if result.syntax_error else first_cause  # what each rank has met
+        first_cause = None if result.syntax_error else first_cause  # every rank has failed with it
     for line in () if result.syntax_error else notices.tracebacks.lines():
         print_status(line)
     outcome = result.conclude(first_cause, notices.failed_at, notices.saved_at)
@@ -134,7 +134,7 @@ def _run_once(plan: Plan) -> Ended:
 
 
 def _run(launch: Launch) -> None:
-    """Run the plan, and note the result. Modules are loaded only here: it would take time."""
+    """Run the plan, and note the result. To save time, load only the modules that it needs."""
     if launch.plan.native_launcher_starts_ranks:
         from .native_launch import NativeLaunch
 
@@ -147,7 +147,7 @@ def _run(launch: Launch) -> None:
         _run_local(launch)
 
 
-# Looks at what the script imports before it calls anything, which could change where to look.
+# Looks at the imports before the script's first call, which could change sys.path.
 _FIND_ERROR = """
 import ast, importlib.util, os, shlex, sys, sysconfig
 script, imports = sys.argv[1], sys.argv[2] == "True"
@@ -209,9 +209,9 @@ def _kit_source() -> tuple[str, str]:
 
 
 def _list_lost_hosts(plan: Plan, outcome: Outcome) -> None:
-    """Let later jobs avoid hosts that do not respond, where the job has such a list.
+    """Add hosts that do not respond to the list of hosts that later jobs avoid, if there is one.
 
-    If this host has lost most of several others, it may be the one that is cut off.
+    If this host has lost most of several others, it may itself be cut off.
     """
     file, lost = plan.environ.get(exclude_file.VARIABLE), outcome.lost_hosts
     if file and lost and (len(lost) == 1 or 2 * len(lost) < len(plan.hosts)):
@@ -223,7 +223,7 @@ def _run_local(launch: Launch) -> None:
     """Run the ranks of this host as children of this process."""
     plan, processes, loop, result = launch.plan, launch.processes, launch.loop, launch.result
     torchrun = plan.options.torchrun
-    port = ReservedPort()  # for as long as this process lives
+    port = ReservedPort()  # reserved until this process ends
 
     def write(stream: int, text: bytes, rank: int) -> None:
         write_output(stream, labelled(text, rank))
@@ -255,7 +255,7 @@ def _run_local(launch: Launch) -> None:
         )
         while processes.running:
             now = time.monotonic()
-            # First: whatever ends from now on wakes the loop.
+            # Comes first: every signal or end after this wakes up the loop.
             stops = loop.take_signals()
             for index, status in processes.ended():
                 who, rank = ("torchrun", None) if torchrun else (f"rank {index}", index)

@@ -1,7 +1,7 @@
-"""Ranks that a signal has stopped: nobody but the one that has started them sees it on their host.
+"""Report ranks that a signal has stopped, from the process that has started them.
 
-The other ranks of a host see it, too, and tell what the job waits for; see monitor/inspection.py.
-A rank alone on its host looks, from elsewhere, like one that is busy in native code.
+Other ranks of the host see it, too, and report what the job waits for; see monitor/inspection.py. A
+rank that is alone on its host looks, from elsewhere, like a rank that is busy in native code.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from ...host import process
 from ...launch_protocol import HANG_TIMEOUT
 from ...phrases import SILENT
 
-_FACTOR = 1.2  # of --hang-timeout: the monitor of the ranks, which knows more, comes first
-_LOOKS = 16  # within the limit
-_LONGEST_SECONDS = 10.0  # between two looks
+_FACTOR = 1.2  # times --hang-timeout: the ranks' own monitor knows more and comes first
+_LOOKS = 16  # number of looks within the limit
+_LONGEST_SECONDS = 10.0  # longest interval between two looks
 
 
 def hang_limit(environ: Mapping[str, str]) -> float:
@@ -26,7 +26,7 @@ def hang_limit(environ: Mapping[str, str]) -> float:
 
 
 def describe(rank: int, host: str, pid: int, why: str, seconds: float) -> str:
-    """Return what ends the launch. why: see process.why_stopped()."""
+    """Return the text of the failure that ends the launch. why: see process.why_stopped()."""
     return (
         f"rank {rank} on {host} (pid {pid}) {SILENT}: its process is {why}, for "
         f"{seconds:.0f} s by now"
@@ -37,12 +37,12 @@ class StoppedRanks:
     """Report a rank of this host that a signal has stopped for longer than the limit of a hang."""
 
     def __init__(self, limit: float, report: Callable[[int, str, float], None]) -> None:
-        """limit: seconds; 0 for none. report: gets a process id, why it is stopped, and seconds."""
+        """limit: seconds; 0 for none. report: called with process id, reason and seconds."""
         self._seconds = _FACTOR * limit
         self._pause = min(limit / _LOOKS, _LONGEST_SECONDS)
         self._report = report
         self._next_look = self._last_look = 0.0
-        self._since: dict[int, float] = {}  # of each stopped process: its first look
+        self._since: dict[int, float] = {}  # stopped process -> time of its first look
 
     def check(self, running: Collection[int], now: float) -> float | None:
         """Report what is due; return the seconds until the next call, or None.

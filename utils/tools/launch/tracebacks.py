@@ -1,8 +1,8 @@
 """Let one rank alone print a traceback that others have, too, before there is a process group.
 
-A rank asks before it prints. The first one with a traceback prints it, and reports that. Only then
-do the others get an answer, so that none is lost with a rank that is killed while it prints; a rank
-that gets no answer for a second prints its own (early_failure.py).
+A rank asks before it prints. The first rank with a traceback prints it, and reports that. The
+others get their answer only then: no traceback is lost if the first rank is killed while it prints.
+A rank without an answer after a second prints its own (early_failure.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ...ranges import name_ranks
 class Tracebacks:
     """The tracebacks of a launch, by their digests.
 
-    is_shared: the ranks print into one stream. Else each prints its own.
+    is_shared: whether the ranks print into one stream; if not, each prints its own.
     """
 
     def __init__(self) -> None:
         self.is_shared = True
-        self._first: dict[str, int] = {}  # ranks that print
+        self._first: dict[str, int] = {}  # digest -> rank that prints
         self._printed: set[str] = set()
         self._waiting: dict[str, list[Channel]] = {}
-        self._unprinted: dict[str, list[int]] = {}  # ranks that have left it to the first one
+        self._unprinted: dict[str, list[int]] = {}  # digest -> ranks that left it to the first one
 
     def ask(self, peer: Channel, digest: str, rank: int) -> None:
         """Answer a rank whether its traceback is printed already, once that is known."""
@@ -44,7 +44,7 @@ class Tracebacks:
             _answer(peer, is_printed=True)
 
     def lines(self) -> list[str]:
-        """Return what to print of the ranks that have left their tracebacks to others."""
+        """Return a line for each traceback that some ranks have left to another one."""
         found = []
         for digest, ranks in self._unprinted.items():
             others = f"{len(ranks)} other rank{'s' * (len(ranks) > 1)}"

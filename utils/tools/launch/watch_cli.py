@@ -1,4 +1,4 @@
-"""Watch ranks that another launcher starts: become its command, or that of a rank."""
+"""Watch ranks that another launcher starts: become the launcher's command, or a rank's."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def _is_first() -> bool:
     """Whether this is rank 0, or the command of torchrun: one line is enough."""
     try:
         return find_launcher().placement.rank == 0
-    except LaunchError:  # the script says it
+    except LaunchError:  # the script reports it
         return True

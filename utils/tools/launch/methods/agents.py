@@ -14,7 +14,7 @@ from ..launch_plan import Method, Plan
 
 
 class Ssh(Method):
-    """ssh starts an agent on each other host; that of this host is a child of ddpkit launch."""
+    """ssh starts an agent on each other host; this host's agent is a child of ddpkit launch."""
 
     name = title = "ssh"
 
@@ -30,8 +30,8 @@ class PbsTmrsh(Method):
 
     name = title = "pbs_tmrsh"
     scheduler = "pbs"
-    # OpenPBS never informs a job's first host, where that has no slots (mpiprocs=0), that a task on
-    # the first host with slots has ended: pbs_tmrsh and pbsdsh wait for it. Seen with OpenPBS 23.
+    # If a job's first host has no slots (mpiprocs=0), OpenPBS never informs it that a task on the
+    # first host with slots has ended. pbs_tmrsh and pbsdsh wait for that. Seen with OpenPBS 23.
     kill_when_done = True
     # Not PBS_JOBCOOKIE: OpenPBS 23.06 makes it from the second in which a daemon connected.
     passes_secret = False

@@ -100,7 +100,7 @@ class MpiexecMethod(NativeMethod):
 
 
 class Mpich(MpiexecMethod):
-    """MPICH's Hydra, and what Intel's has in common with it."""
+    """MPICH's Hydra, and what it shares with Intel MPI's."""
 
     title = "MPICH"
     version_pattern = r"HYDRA build details"
@@ -165,14 +165,14 @@ class OpenMpi(MpiexecMethod):
     def configure(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
         mpiexec = request.host_info.programs.mpiexec
         assert mpiexec is not None
-        self._is_new = mpiexec.major >= 5  # which has other names for options
+        self._is_new = mpiexec.major >= 5  # version 5 has renamed options
         self._other_srun = mpiexec.other_srun
         self._is_root = request.host_info.is_root
         return super().configure(request, environ)
 
     def configure_in_slurm(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
         if any(request.hosts.gpus):
-            # Its srun leaves this host out, where mpiexec itself is the daemon.
+            # Its srun leaves this host out: mpiexec itself is the daemon here.
             environ.pop("SLURM_GPUS", None)
         environ = super().configure_in_slurm(request, environ)
         # Open MPI starts no more processes on a host than SLURM_TASKS_PER_NODE allows.
@@ -198,7 +198,7 @@ class OpenMpi(MpiexecMethod):
         if self.remote_shell:
             yield from self._remote_shell_options(plan)
         elif self.in_slurm and self._other_srun:
-            yield "--noprefix"  # otherwise it puts its folder before PATH and uses the srun there
+            yield "--noprefix"  # otherwise its folder comes first in PATH, with its srun
         if plan.launcher_labels_output:
             yield from ("--output", "tag") if self._is_new else ("--tag-output",)
         yield from ("--bind-to", "none", "--hostfile", HOST_FILE)
@@ -214,12 +214,12 @@ class OpenMpi(MpiexecMethod):
                 f"the path of Python, {agent[0]}, has a space, where Open MPI would split it. Set "
                 "PYTHON to one without, or choose --launcher pbs_tmrsh"
             )
-        yield from (option, "ras", "^slurm,tm,pbs")  # the job's slots may be fewer
+        yield from (option, "ras", "^slurm,tm,pbs")  # the job may have fewer slots than ranks
         yield from (option, "plm", shell)
         yield from (option, f"plm_{shell}_agent", " ".join(agent))
         # Without the tree only this host needs the remote shell.
         yield from (option, f"plm_{shell}_no_tree_spawn", "1")
-        yield "--leave-session-attached"  # PBS may end what has left the session it started
+        yield "--leave-session-attached"  # PBS may end processes that leave its session
 
     def host_file(self, plan: Plan) -> str:
         return "".join(
@@ -241,7 +241,7 @@ class Pals(MpiexecMethod):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._reads_node_file = False  # it lists the very hosts of the plan
+        self._reads_node_file = False  # the node file lists exactly the hosts of the plan
 
     def configure(self, request: Request, environ: dict[str, str]) -> dict[str, str]:
         environ = super().configure(request, environ)

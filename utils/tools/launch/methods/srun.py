@@ -16,10 +16,10 @@ from ....job.slurm_job import in_step
 from ..child_processes import Processes
 from ..launch_plan import HOST_FILE, AgentStart, Method, Plan, Request, index_of
 
-_QUERY_SECONDS = 10.0
+_QUERY_SECONDS = 10.0  # time limit of scontrol and scancel
 
 
-# What the job requested for its tasks, and how an outer step was bound, applies to those alone.
+# Requests for the job's own tasks, and the binding of an outer step. They apply to nothing else.
 TASK_REQUESTS = (
     "SLURM_GPU_BIND",
     "SLURM_TRES_BIND",
@@ -48,7 +48,7 @@ GPU_REQUESTS = (
 )
 
 
-# A step beside another one of its job requests no memory of its own: the other holds all of it.
+# A step requests no memory if another step of its job runs: that one holds all of it.
 MEMORY_REQUESTS = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_GPU")
 
 
@@ -59,7 +59,7 @@ class NativeMethod(Method):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        # Slurm: GPUs of each host, where a step does not get them unless it requests them.
+        # Slurm: GPUs of each host, if a step has to request them to get them.
         self.gpus_to_claim: tuple[int, ...] = ()
 
     def command(self, plan: Plan, words: Sequence[str]) -> list[str]:
@@ -75,7 +75,7 @@ class NativeMethod(Method):
         """Return the variables for the srun of a step of this job; note the GPUs to request.
 
         srun takes the options of sbatch and salloc from the environment (srun(1), INPUT ENVIRONMENT
-        VARIABLES), also where the step starts other tasks than the job requested.
+        VARIABLES), even if the step starts other tasks than the job requested.
         keep_task_requests: whether the step starts the same tasks that the job requested.
         """
         found = dict(environ)
@@ -110,7 +110,7 @@ class Srun(NativeMethod):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._as_requested = False  # the job requested these same tasks, in any order
-        self._inside_step = False  # a step of this job surrounds us and holds its resources
+        self._inside_step = False  # we run in a step of this job, which holds its resources
         self._partial = False  # other hosts of the job are left out
         self._overlaps = False  # another step of this job holds its cores, GPUs and memory
 
@@ -123,7 +123,7 @@ class Srun(NativeMethod):
         options = request.options
         self._partial = request.hosts.partial
         self._inside_step = in_step(request.environ)
-        # Slurm keeps the step before until a lost host has responded.
+        # Slurm keeps the previous step until a lost host has responded.
         self._overlaps = self._inside_step or options.restarted
         self._as_requested = (
             request.hosts.ranks == request.allocation.ranks_per_host
@@ -134,7 +134,7 @@ class Srun(NativeMethod):
             and request.environ.get("SLURM_NTASKS", "") == str(sum(request.hosts.ranks))
         )
 
-        binding = environ.get("SLURM_CPU_BIND")  # of the user, unless an outer step has left it
+        binding = environ.get("SLURM_CPU_BIND")  # set by the user, or left by an outer step
         environ = self.step_environment(request, environ, keep_task_requests=self._as_requested)
         if self._overlaps:
             environ = {name: environ[name] for name in environ if name not in MEMORY_REQUESTS}
@@ -142,7 +142,7 @@ class Srun(NativeMethod):
             environ["SLURM_CPU_BIND"] = binding
         if not self._as_requested:
             if all(_shares(request.hosts.cores, request.hosts.ranks)):
-                # --cpus-per-task is given. srun 26.05 warns where it exceeds that of the job.
+                # --cpus-per-task is given. srun 26.05 warns if it exceeds the variable.
                 environ.pop("SLURM_CPUS_PER_TASK", None)
             # Where --nodes cannot be given, srun takes the number of hosts from here.
             count = str(len(request.hosts.names))
@@ -196,7 +196,7 @@ class Srun(NativeMethod):
             yield "--distribution=block"
             if self._partial:
                 yield f"--nodelist={','.join(plan.hosts)}"
-        else:  # since Slurm 23.11 not together with --nodes
+        else:  # Slurm 23.11 and newer refuse --nodes beside these
             yield f"--ntasks={sum(processes)}"
             yield f"--nodelist={HOST_FILE}"
             yield "--distribution=arbitrary"
@@ -210,7 +210,7 @@ class Srun(NativeMethod):
         return name.startswith("SLURM_")
 
     def agent_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Leave GPU masks out: each agent has that of its own host from Slurm, or none."""
+        """Leave GPU masks out: Slurm gives each agent its own host's mask, or none."""
         return {name: value for name, value in environ.items() if name not in MASKS}
 
     def send_signal(self, number: int, pid: int, plan: Plan, processes: Processes) -> None:
@@ -231,7 +231,7 @@ class Srun(NativeMethod):
 
 
 def _shares(cores: Sequence[int | None], processes: Sequence[int]) -> list[int | None]:
-    """Return the cores of each process of each host; None where they are not known."""
+    """Return the cores per process on each host; None if unknown."""
     pairs = zip(cores, processes, strict=True)
     return [None if total is None else total // count for total, count in pairs]
 
@@ -241,8 +241,8 @@ def daemon_variables(
 ) -> dict[str, str]:
     """Return the variables for the srun by which an mpiexec starts a daemon on each host.
 
-    environ: of ddpkit launch. gpus: to request on each host, because the step gets none otherwise.
-    restarted: whether Slurm may still keep the step of a start before.
+    environ: environment of ddpkit launch. gpus: GPUs to request on each host, because the step gets
+    none otherwise. restarted: whether Slurm may still keep the step of an earlier start.
     """
     found = {}
     if environ.get("SLURM_EXPORT_ENV", "ALL") != "ALL":
@@ -260,7 +260,7 @@ def daemon_variables(
 def for_part_of_job(environ: Mapping[str, str], gpus: Sequence[int | None]) -> Mapping[str, str]:
     """Return the environment for a step on some hosts of a job, which has fewer GPUs than the job.
 
-    gpus: of each of these hosts.
+    gpus: number of GPUs on each of these hosts.
     """
     if not environ.get("SLURM_GPUS"):
         return environ

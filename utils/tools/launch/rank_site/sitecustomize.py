@@ -2,10 +2,10 @@
 
 `ddpkit launch` and `ddpkit watch` put this folder first in PYTHONPATH of the ranks. Where the
 process is a rank, and imports torch.distributed, each default process group is watched; see
-watched.py of the kit, which is loaded from the folder in WATCH, under a name of its own, so that a
-ddpkit of the script is another one. A script whose environment has no ddpkit imports that of the
-launch. Python 3.6 can run this file, and no module is loaded in vain:
-every Python that a rank starts runs it, too.
+watched.py of the kit. It is loaded from the folder in WATCH under a name of its own, so that the
+script may import another ddpkit. A script whose environment has no ddpkit imports the launch's.
+Python 3.6 can run this file. It loads no module without need: every Python that a rank starts runs
+it, too.
 """
 
 import os
@@ -17,13 +17,13 @@ HANG_TIMEOUT = "DDPKIT_HANG_TIMEOUT"  # seconds; "0" for none
 _MODULE = "torch.distributed.distributed_c10d"
 _PACKAGE = "_ddpkit_watch"
 _KIT = "ddpkit"
-_OLDEST = (3, 10)  # that the kit runs under
+_OLDEST = (3, 10)  # oldest Python for the kit
 _RANK = ("RANK", "SLURM_PROCID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-_LONGEST_SECONDS = 5.0  # that the end of a rank waits for a watch that is being set up
+_LONGEST_SECONDS = 5.0  # at its end, a rank waits this long for a watch that is being set up
 
 
 def _import_own():
-    """Import the sitecustomize of the environment, which this one has taken the place of."""
+    """Import the environment's own sitecustomize, which this file replaces."""
     import importlib.machinery
     import importlib.util
 
@@ -37,9 +37,9 @@ def _import_own():
 
 
 def _claim(environ):
-    """Return whether this process is a rank, and let the processes that it starts know that.
+    """Return whether this process is a rank, and mark it for the processes that it starts.
 
-    A worker of a DataLoader or a compiler is none; one that torchrun has started is.
+    A worker of a DataLoader or a compiler is no rank; a worker of torchrun is.
     """
     run = environ.get("TORCHELASTIC_RUN_ID", "") + "/" + environ.get("LOCAL_RANK", "")
     pid, _, its_run = environ.get(CLAIM, "").partition(" ")
@@ -130,7 +130,7 @@ class _Kit:
 
 
 def _warn_of_versions(found, own):
-    """Say on rank 0 that the script imports another version of the kit than the launch is."""
+    """Warn on rank 0 if the script imports another version of the kit than the launch uses."""
     rank = next((os.environ[name] for name in _RANK if os.environ.get(name)), "0")
     version, its_version = _version(found), _version(own)
     if rank == "0" and version != its_version:
@@ -168,7 +168,7 @@ class _Watch:
     def _run(self, store, rank, world_size, backend):
         try:
             self._made = _load("watched").watch(store, rank, world_size, backend)
-        except Exception as error:  # the training goes on as without
+        except Exception as error:  # the training goes on unwatched
             if rank == 0:
                 text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 sys.stderr.write(f"ddpkit: the ranks are not watched ({text})\n")
@@ -217,7 +217,7 @@ def _wrap(module):
                 watched.close()
         return end(group)
 
-    # The kit's own groups have all this already.
+    # The kit watches its own groups by itself.
     init_process_group.without_watch = start
     destroy_process_group.without_watch = end
     module.init_process_group = init_process_group
@@ -225,7 +225,7 @@ def _wrap(module):
 
 
 def _say_unwatched(rank, world_size):
-    """Say that a limit does not count in a group of children, as mp.spawn() starts them."""
+    """Report that --hang-timeout does not apply to a group of child processes."""
     if rank == 0 and os.environ.get(HANG_TIMEOUT, "0") != "0":
         sys.stderr.write(
             f"ddpkit: the group of {world_size} processes that a rank has started, as by "
@@ -234,17 +234,17 @@ def _say_unwatched(rank, world_size):
 
 
 def _prepare():
-    """See also what a script does while its watch is being set up: it ends, or starts workers."""
+    """Record what a script does while its watch is being set up: it ends, or starts workers."""
     try:
         _load("monitor.exit_calls").record()
         if os.environ.get(HANG_TIMEOUT) != "0":
             _load("monitor.worker_stacks").register()
-    except Exception:  # without the line of sys.exit() then
+    except Exception:  # the report then lacks the line of sys.exit()
         pass
 
 
 def _report_exceptions():
-    """Report also what ends a rank before its group is watched."""
+    """Report exceptions that end a rank before its group is watched."""
     previous, stream = sys.excepthook, _standard_error()
 
     def hook(kind, error, trace):
