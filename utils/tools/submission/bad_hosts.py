@@ -27,12 +27,12 @@ def path(parent: Path) -> Path:
 def listed(parent: Path) -> list[Entry]:
     """Return the hosts that jobs of a folder of submissions avoid.
 
-    A file that another user has put there is not read, and that is said: it may be a FIFO, too.
+    A file of another user, which may even be a FIFO, is not read; a line says so.
     """
     file = path(parent)
     try:
         owner = file.lstat().st_uid
-    except OSError:  # there is none, or the folder cannot be used, which a submission says
+    except OSError:  # no such file, or an unusable folder, which a submission reports
         return []
     if owner not in (0, os.geteuid()):
         note(

@@ -37,8 +37,8 @@ MISPLACED = (
 )
 
 
-_WHOLE_NODES = "--exclusive"  # of sbatch
-_QUEUES = ({"-p", "--partition"}, {"-q", "--qos"})  # of sbatch; of a site where a queue is a QOS
+_WHOLE_NODES = "--exclusive"  # sbatch option
+_QUEUES = ({"-p", "--partition"}, {"-q", "--qos"})  # sbatch options; [1]: a queue is a QOS
 
 
 class UsageError(Exception):
@@ -106,14 +106,14 @@ def build_job(args: argparse.Namespace, profile: Profile) -> Job:
 def _launch_options(args: argparse.Namespace, profile: Profile) -> LaunchOptions:
     """Return the options for ddpkit launch; the profile fills in what the command line leaves out.
 
-    Without a folder of their own, the copies of --stage are where the profile says.
+    Without --stage-dir, the copies of --stage go into the folder of the profile.
     """
     values = {name: getattr(args, name) for name in SHARED_OPTIONS}
     for name, option in SHARED_OPTIONS.items():
         if option.in_profile and values[name] in (None, ""):
             values[name] = getattr(profile.launch, name)
     options = LaunchOptions(**values)
-    if args.stage is None:  # not False, which would win over variables and files
+    if args.stage is None:  # never False, which would override variables and files
         options = options._replace(stage=args.stage_dir is not None or options.stage or None)
     return options if options.stage else options._replace(stage_dir=None)
 
@@ -144,7 +144,7 @@ def _nodes(args: argparse.Namespace, gpus: int | None) -> int:
 
 
 def _check_ranks(args: argparse.Namespace, gpus: int | None, ranks: int | None) -> None:
-    """Raise UsageError where ranks would share GPUs. ranks: on each node."""
+    """Raise UsageError if ranks would share GPUs. ranks: number of ranks on each node."""
     if gpus and ranks and ranks > gpus and not args.oversubscribe:
         nodes = -(-ranks * args.nodes // gpus)
         raise UsageError(
@@ -222,7 +222,7 @@ def _share_of_cores(profile: Profile, ranks: int) -> int | None:
 def _queue_and_directives(
     args: argparse.Namespace, profile: Profile, in_site_folder: bool
 ) -> tuple[str | None, tuple[str, ...]]:
-    """in_site_folder: the ranks start from copies in the profile's stage_dir."""
+    """Return the queue and directives. in_site_folder: copies are in the profile's stage_dir."""
     directives = [*profile.directives, *(profile.stage_directives if in_site_folder else ())]
     is_qos = profile.scheduler == "slurm" and profile.queue_option == "qos"
     queue = args.queue
@@ -316,7 +316,7 @@ def with_python(job: Job, args: argparse.Namespace, profile: Profile) -> tuple[J
 
 
 def missing_account(profile: Profile, job: Job) -> list[str]:
-    """Return that the site requires an account, where the job has none."""
+    """Return a problem if the site requires an account and the job has none."""
     by_directive = any(
         option_name(split_directive(directive)) in ("-A", "--account")
         for directive in job.directives

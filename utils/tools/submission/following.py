@@ -18,12 +18,12 @@ from ..doctor.logs import diagnose, summary
 from ..schedulers.scheduler import Status
 from .submissions import failure_file
 
-# Seconds between two queries: few after a change, more while nothing happens.
+# Seconds between two queries: short after a change, longer while nothing happens.
 MIN_QUERY_SECONDS = 1.0
 MAX_QUERY_SECONDS = 10.0
-PRINTING_SECONDS = 30.0  # between two while a running job prints
+PRINTING_SECONDS = 30.0  # seconds between two queries while a running job prints
 NO_RESPONSE_SECONDS = 120.0  # a scheduler that restarts is away for a minute or so
-LOG_SECONDS = 0.5  # between two reads of the output
+LOG_SECONDS = 0.5  # seconds between two reads of the output
 
 
 class Log:
@@ -32,7 +32,7 @@ class Log:
     def __init__(self, files: Callable[[], list[Path]], out: BinaryIO) -> None:
         self._files = files
         self._out = out
-        self._offsets: dict[tuple[int, int], int] = {}  # by device and inode
+        self._offsets: dict[tuple[int, int], int] = {}  # (device, inode) -> bytes printed
 
     def print_new(self) -> bool:
         """Print what is new; return whether there was something."""
@@ -87,8 +87,8 @@ def follow(
     """Print states and output of jobs, one after the other, until they end; return an exit status.
 
     query: returns the status of a job. logs: returns its existing output files. Each job of a chain
-    has to end in a way that the next one can continue, the last one successfully. One that ends
-    with status 0 has completed the training and is the last one.
+    has to end in a way that the next job can continue; the last job has to succeed. A job that ends
+    with status 0 has completed the training: later jobs are not needed.
     Raises SchedulerError when the scheduler does not respond for some time.
     """
     result = 0
@@ -150,7 +150,7 @@ def _follow_one(
         pause = min(pause * 1.5, MAX_QUERY_SECONDS)
         while (now := time.monotonic()) < until:
             if log.print_new():
-                if is_running:  # the output shows that it still is
+                if is_running:  # the output shows that it still runs
                     until = min(queried + printing_seconds, now + MAX_QUERY_SECONDS)
                 else:
                     pause = MIN_QUERY_SECONDS
@@ -158,7 +158,7 @@ def _follow_one(
 
 
 def _print_rest(log: Log) -> None:
-    """Print the rest, which file servers show, or PBS copies back, shortly after the job's end."""
+    """Print the rest, which file servers or PBS deliver shortly after the job's end."""
     for _ in range(4):
         log.print_new()
         time.sleep(LOG_SECONDS / 2)
@@ -167,7 +167,7 @@ def _print_rest(log: Log) -> None:
 def cause(status: Status, files: Sequence[Path], *, after_output: bool = False) -> str:
     """Return why a job failed and whether a restart helps; "" if its output does not show it.
 
-    after_output: the output was printed.
+    after_output: whether the output was printed before.
     """
     if status.state not in ("failed", "node_fail", "timeout"):
         return ""

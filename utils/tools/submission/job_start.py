@@ -1,8 +1,8 @@
 """Start the ranks of a submitted job and record its exit status; job.sh calls this.
 
-In a chain, a job starts no ranks when the one before has failed or completed the training, and
-cancels the later jobs when it fails or completes the training itself. They continue a job that lost
-a host, without that host.
+In a chain, a job starts no ranks if the previous job has failed or completed the training. A job
+that fails or completes the training itself cancels the later jobs. If a job has lost a host, the
+later jobs continue it without that host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from . import submissions as records
 from .following import breaks_chain, describe, note
 from .queries import query
 
-# For the state of the previous job, where that job has recorded nothing:
+# Limits for querying the previous job, if that job has recorded nothing:
 QUERY_TIMEOUT_SECONDS = 300.0
 QUERY_PAUSE_SECONDS = 20.0
 
@@ -37,7 +37,7 @@ QUERY_PAUSE_SECONDS = 20.0
 def main(words: Sequence[str]) -> int:
     """Run a job: words are FOLDER, PREVIOUS_JOB_ID or "", and the command line of `launch`.
 
-    Before the latter may come --preflight and the options of doctor as one word.
+    --preflight and the options of doctor, as one word, may precede that command line.
     """
     folder, previous, launch_words = Path(words[0]), words[1], words[2:]
     doctor_options: list[str] = []
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
     started = time.time()
     limit = started + _seconds_left(default=math.inf)
     with contextlib.suppress(OSError):  # the folder may not be writable now
-        if records.has_started(folder, job_id):  # requeued: the file was for the run before
+        if records.has_started(folder, job_id):  # requeued: the file was for the earlier run
             stop_file.unlink(missing_ok=True)
         records.write_limit(folder, job_id, limit)
     status, lost = 1, list[str]()
@@ -90,15 +90,15 @@ def _end(
     lost: Sequence[str],
     limit: float,
 ) -> None:
-    """Record how this job ended, and let the rest of its chain follow from that.
+    """Record how this job ended, and continue or cancel the rest of its chain.
 
-    lost: hosts whose loss has ended it. One that a spare has replaced has not.
+    lost: hosts whose loss has ended the job; not hosts that a spare has replaced.
     """
     if status in (0, EXIT_REQUEUE):
         _write_status(folder, job_id, status)
         if status == 0:
             cancel_later_jobs(scheduler, folder, job_id, "the training is complete")
-    elif _seconds_left(default=limit - time.time()) <= 0:  # it may have been extended
+    elif _seconds_left(default=limit - time.time()) <= 0:  # the limit may have been extended
         _write_status(folder, job_id, records.TIME_LIMIT)
     elif lost:
         _write_status(folder, job_id, records.HOST_LOST)
@@ -115,7 +115,7 @@ def _this_job(environ: Mapping[str, str]) -> tuple[Scheduler, str]:
 
 
 def refusal(scheduler: Scheduler, folder: Path, previous: str) -> tuple[int, str] | None:
-    """Return why this job must not continue the previous one, and its exit status; None: it may."""
+    """Return an exit status and why this job must not continue the previous one; None if it may."""
     try:
         status = _query(scheduler, folder, previous)
     except SchedulerError as error:
@@ -130,7 +130,7 @@ def refusal(scheduler: Scheduler, folder: Path, previous: str) -> tuple[int, str
 
 
 def _query(scheduler: Scheduler, folder: Path, job_id: str) -> Status:
-    """Query a job; again and again for a while where there is no response and no record."""
+    """Query a job; try again for a while if there is neither a response nor a record."""
     deadline = time.monotonic() + QUERY_TIMEOUT_SECONDS
     while True:
         try:
@@ -158,7 +158,7 @@ def _write_status(folder: Path, job_id: str, status: int | str) -> None:
 
 
 def _hosts_found_bad(folder: Path, started: float) -> list[str]:
-    """Return the hosts of this job that the check before it has found bad."""
+    """Return the hosts of this job that its preflight has found bad."""
     file = exclusion.path(folder.parent)
     found = {
         entry.host for entry in exclude_file.read(file) if entry.since and entry.since >= started
@@ -179,7 +179,7 @@ def _continue_without(lost: Sequence[str], scheduler: Scheduler, folder: Path, j
 
 
 def cancel_later_jobs(scheduler: Scheduler, folder: Path, job_id: str, why: str) -> None:
-    """Cancel the later jobs of the chain. Those that are missed refuse to start."""
+    """Cancel the later jobs of the chain. A job that is missed here refuses to start."""
     try:
         later = records.read(folder).after(job_id)
         # A job that is no longer running is being ended from outside: a preemption is no failure.

@@ -18,8 +18,8 @@ from ..schedulers.scheduler import Queue
 from ..schedulers.slurm_scheduler import query_partitions
 
 _MODULES = re.compile("nccl|rccl|ofi|libfabric|pytorch|torch|cuda|rocm|conda|frameworks", re.I)
-_MAX_MODULES = 20  # listed
-# Interfaces of a fabric: what NCCL reports where it uses it.
+_MAX_MODULES = 20  # modules listed at most
+# Pattern of a fabric's interfaces -> name of the network in NCCL's log.
 _NETWORKS = {r"hsn\d+": "AWS Libfabric", r"ib[a-z]*\d+": "IB"}
 
 
@@ -144,7 +144,7 @@ def _slurm() -> tuple[str, list[Queue]]:
 
 
 def _pbs() -> tuple[str, list[Queue]]:
-    """Return the queues with their limits for a job."""
+    """Return the queries, and the queues with their limits for a job."""
     state = ServerState.query()
     queues = []
     for queue in state.as_queues():

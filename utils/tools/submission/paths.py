@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2]  # utils/ of a checkout; site-packages/ddpkit
+PACKAGE = Path(__file__).resolve().parents[2]  # utils/ in a checkout, else site-packages/ddpkit
 
 # The folder that holds jobs/: the package where pip installed it, the checkout otherwise.
 KIT = PACKAGE if (PACKAGE / "jobs").is_dir() else PACKAGE.parent

@@ -1,4 +1,4 @@
-"""The quick check of `doctor` at the start of a job: bad hosts are avoided from then on."""
+"""Run the quick check of `doctor` at the start of a job; later jobs avoid bad hosts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from . import submissions as records
 from .following import note
 from .paths import doctor_words
 
-MAX_RESTARTS = 10  # of one job; that many bad nodes in a row are another problem
+MAX_RESTARTS = 10  # requeues of one job; so many bad nodes in a row have another cause
 _GOOD, _WARNING, _BAD = range(3)  # exit statuses of doctor
 
 
 def options(checkpoints: str | None) -> tuple[str, ...]:
-    """Return the options of doctor for a job with this folder."""
+    """Return the options of doctor. checkpoints: folder that it also checks; None for none."""
     if checkpoints is None:
         return ("--quick",)
     return "--quick", "--checkpoints", os.path.abspath(checkpoints)
@@ -38,11 +38,11 @@ def check(
     doctor_options: Sequence[str],
     launch_words: Sequence[str],
 ) -> int | None:
-    """Check the hosts of this job; None where the training may start, else an exit status.
+    """Check the hosts of this job; return None if the training may start, else an exit status.
 
-    folder: of the submission. launch_words: the command line of `launch`; its options also start
-    the ranks of doctor. EXIT_REQUEUE: the job is back in its queue, or should be submitted again,
-    because it has bad hosts that it then avoids. 2: other hosts would not help.
+    folder: folder of the submission. launch_words: command line of `launch`; its options also start
+    the ranks of doctor. EXIT_REQUEUE: the job has bad hosts. It is back in its queue, or should be
+    submitted again, and then avoids them. 2: other hosts would not help.
     """
     file = exclusion.path(folder.parent)
     words = ["--exclude-file", str(file), *doctor_options]
@@ -78,7 +78,7 @@ def check(
     Failure(text, "bad host", host=bad[0]).write()
     note(text)
     later = records.read(folder).after(job_id)
-    for later_id in later:  # one that gets a bad host again checks it again
+    for later_id in later:  # a job that gets a bad host again checks it again
         exclude(scheduler, later_id, bad)
     if scheduler.can_requeue:
         can_avoid = exclude(scheduler, job_id, bad, dry_run=True)
@@ -105,7 +105,7 @@ def _launch(words: Sequence[str]) -> int:
 
 
 def hosts_of_job() -> tuple[str, ...]:
-    """Return the hosts of this job; none where they are not known."""
+    """Return the hosts of this job; () if they are unknown."""
     try:
         allocation = current_allocation()
     except AllocationError:

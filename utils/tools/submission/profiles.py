@@ -40,7 +40,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class QueueRange:
-    """The queue of jobs with first to last nodes; last is None: or more."""
+    """The queue of jobs with first to last nodes. last: None for no upper limit."""
 
     queue: str
     first: int
@@ -53,16 +53,16 @@ class QueueRange:
 
 @dataclass(frozen=True)
 class Profile:
-    """One site. None or empty: left to the scheduler."""
+    """One site. Values that are None or empty are left to the scheduler."""
 
     name: str
     path: Path
     title: str
     scheduler: str  # "slurm" or "pbs"
     origin: str | None = None  # where the values are from, and whether they were run there
-    account_example: str | None = None  # if it is given, a job needs an account
-    queue: str | None = None  # the default, for numbers of nodes that `queues` does not have
-    queues: tuple[QueueRange, ...] = ()  # by number of nodes, in ascending order
+    account_example: str | None = None  # if set, a job needs an account
+    queue: str | None = None  # default for numbers of nodes that `queues` lacks
+    queues: tuple[QueueRange, ...] = ()  # ascending numbers of nodes
     queue_option: str = "partition"  # Slurm: a queue is a "partition" or a "qos"
     gpus_per_node: int | None = None
     cores_per_node: int | None = None  # available to jobs, counted as the scheduler counts
@@ -74,11 +74,11 @@ class Profile:
     interface: str | None = None  # interfaces of the fabric, comma-separated: "hsn0,hsn1"
     host_suffix: str | None = None  # suffix of host names on the fabric: "i", ".hsn.example.org"
     binding: str | None = None  # cores of each rank: "list:4-7:8-11"
-    stage_directives: tuple[str, ...] = ()  # of jobs that use stage_dir: "--constraint=nvme"
+    stage_directives: tuple[str, ...] = ()  # added for jobs that use stage_dir: "--constraint=nvme"
     proxy: dict[str, str] = field(default_factory=dict)  # variables: http_proxy, https_proxy, ...
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()  # lines of shell
+    setup: tuple[str, ...] = ()  # shell lines
     directives: tuple[str, ...] = ()  # "--constraint=gpu", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: "system=polaris"
     environment: dict[str, Variable] = field(default_factory=dict)
@@ -153,7 +153,7 @@ def load(name: str) -> Profile:
 
 
 def parse(text: str, path: Path) -> Profile:
-    """Parse a profile. path: for messages; its stem becomes the profile's name."""
+    """Parse a profile. path: shown in messages; its stem is the profile's name."""
     root = compose(text, path)
     values = mapping(root, "the file", _KEYS)
     for key in ("title", "scheduler"):
@@ -168,8 +168,8 @@ def parse(text: str, path: Path) -> Profile:
 
 # YAML with line numbers ---------------------------------------------------------------------------
 
-_LONGEST = 1 << 20  # bytes of a site file
-Node = Any  # of PyYAML: its id is "scalar", "sequence" or "mapping"
+_LONGEST = 1 << 20  # bytes that a site file may have
+Node = Any  # a node of PyYAML: its id is "scalar", "sequence" or "mapping"
 Read = Callable[[Node, str], Any]  # (node, key for messages) -> value
 _T = TypeVar("_T")
 
@@ -197,7 +197,7 @@ def read_text(path: Path) -> str:
 
 
 def compose(text: str, path: Path) -> Node:
-    """Read the nodes of a YAML text. path: for messages. Raises ProfileError.
+    """Read the nodes of a YAML text. path: shown in messages. Raises ProfileError.
 
     Scalars stay texts: YAML would read 6:00:00 as a number, and `on` as a truth value.
     """
@@ -298,7 +298,7 @@ def suggestion(word: str, known: list[str]) -> str:
 
 
 def _form(convert: Callable[[str], _T], expected: str) -> Callable[[Node, str], _T]:
-    """Return what reads a value. convert: raises ValueError for a text that is not as expected."""
+    """Return a reader of one value. convert: raises ValueError for an unexpected text."""
 
     def read(node: Node, key: str) -> _T:
         value = text(node, key)
@@ -325,11 +325,11 @@ def _choice(*choices: str) -> Read:
 
 _count = _form(_matching("[1-9][0-9]{0,6}", int), "a whole number from 1 on")
 _boolean = _form(lambda value: ("false", "true").index(value) == 1, "one of true, false")
-_COMMENTS: dict[str, Read] = dict.fromkeys(("reason", "source", "read"), text)  # for people
+_COMMENTS: dict[str, Read] = dict.fromkeys(("reason", "source", "read"), text)  # not used
 
 
 def _value(read: Read) -> Read:
-    """Return what reads a value that is alone, or in a mapping beside its reason and source."""
+    """Return a reader of a value that is alone, or in a mapping beside its reason and source."""
     return lambda node, key: read(child(node, "value") or node, key)
 
 
@@ -338,7 +338,7 @@ def _entries(node: Node, key: str) -> tuple[str, ...]:
 
 
 def _parts(node: Node, key: str, keys: Mapping[str, Read]) -> dict[str, Any]:
-    """Read a mapping of these keys, and of what is for people."""
+    """Read a mapping of these keys; drop reason, source and date, which are for people."""
     found = mapping(node, key, {**keys, **_COMMENTS})
     return {name: value for name, value in found.items() if name not in _COMMENTS}
 
@@ -434,7 +434,7 @@ _LISTS = ("module_paths", "modules", "setup", "directives", "stage_directives", 
 _KEYS: dict[str, Read] = {
     "title": text,
     "scheduler": _choice(*SCHEDULERS),
-    "sources": lambda node, key: None,  # for people
+    "sources": lambda node, key: None,  # not used, for people only
     "origin": text,
     "account_example": text,
     "queue": _value(text),

@@ -19,29 +19,30 @@ from . import submissions as records
 from .following import Log, breaks_chain, cause, describe, follow, note, restarts
 from .submissions import Submission
 
-MAX_LISTED = 20  # submissions
+MAX_LISTED = 20  # submissions at most
 _STATES: dict[str, State] = {
     records.UNTIL: "timeout",
     records.TIME_LIMIT: "timeout",
     records.HOST_LOST: "node_fail",
     records.CANCELLED: "cancelled",
 }
-# How a job ended. Other records may be of a job that was ended, which the scheduler knows better.
+# Records that win over the scheduler's status. With other records, the scheduler may have ended the
+# job, and knows better how.
 _EXACT = (0, EXIT_REQUEUE, records.NOT_STARTED, records.TIME_LIMIT, records.HOST_LOST)
 _COLUMNS = ("job", "state", "submitted", "name", "folder")
 
 
 def combined_exit_status(statuses: Sequence[int]) -> int:
-    """Return that of the first failed job, else EXIT_REQUEUE if one stopped after saving, or 0."""
+    """Return the first failed job's status, else EXIT_REQUEUE if a job saved and stopped, or 0."""
     failed = [status for status in statuses if status not in (0, EXIT_REQUEUE)]
     return failed[0] if failed else max(statuses, default=0)
 
 
 def query(scheduler: Scheduler, folder: Path | None, job_id: str) -> Status:
-    """Query a job. What it has recorded counts where the scheduler knows it no longer, or less.
+    """Query a job. Its own record counts if the scheduler no longer knows the job, or knows less.
 
-    folder: of its submission; None: it has no record.
-    Raises SchedulerError where the scheduler does not respond, and nothing is recorded.
+    folder: folder of its submission; None: it has no record. Raises SchedulerError if the scheduler
+    does not respond and nothing is recorded.
     """
     try:
         status = scheduler.status(job_id)
@@ -53,9 +54,9 @@ def query(scheduler: Scheduler, folder: Path | None, job_id: str) -> Status:
 
 
 def _with_record(folder: Path | None, job_id: str, status: Status | None) -> Status | None:
-    """Return the recorded status of a job if it counts more than that of the scheduler.
+    """Return a job's recorded status if it knows more than the scheduler's, else the latter.
 
-    status: from the scheduler; None: it does not respond.
+    status: the scheduler's status; None: it does not respond.
     """
     recorded = records.read_status(folder, job_id) if folder is not None else None
     if status is not None and (recorded is None or not is_over(status)):
@@ -67,7 +68,7 @@ def _with_record(folder: Path | None, job_id: str, status: Status | None) -> Sta
 
 
 def _recorded_status(job_id: str, recorded: int | str, status: Status | None) -> Status:
-    """Return what a job has recorded, with what the scheduler says beside it."""
+    """Return a job's recorded status, with the scheduler's status in the reason."""
     if recorded == records.NOT_STARTED:
         reason = "it refused to start: the job before it in the chain failed"
         return Status(job_id, "never_ran", 1, reason)
@@ -161,8 +162,8 @@ def print_list(
 def _query_all(
     submissions: Sequence[Submission], scheduler_named: Callable[[str], Scheduler]
 ) -> dict[str, Status]:
-    """Query the jobs of all submissions at once; none where the scheduler does not respond."""
-    job_ids: dict[str, list[str]] = {}  # of each scheduler
+    """Query the jobs of all submissions at once; skip a scheduler that does not respond."""
+    job_ids: dict[str, list[str]] = {}  # scheduler -> ids of its jobs
     for submission in submissions:
         job_ids.setdefault(submission.scheduler, []).extend(submission.job_ids)
     found: dict[str, Status] = {}

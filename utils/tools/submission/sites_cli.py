@@ -36,7 +36,7 @@ ddpkit sites trust [FILE]             let site, python and stage-dir of this pro
 def main(words: Sequence[str] | None = None) -> int:
     """Run a subcommand; return 0 for success, 1 for an error.
 
-    words: the command line without the name of the command; None: that of this process.
+    words: arguments after the name of the command; None: sys.argv[1:].
     """
     parser = _parser()
     args = parser.parse_args(sys.argv[1:] if words is None else words)

@@ -20,16 +20,16 @@ from ...launch_protocol import EXIT_REQUEUE
 from ..schedulers.job_spec import Job
 
 FILE = "submission.json"
-ENVIRONMENT = "environment"  # the variables of the job: what --env has may be secret
-CLOCK_SECONDS = 30.0  # by which clocks and the end of a job at its limit may differ
+ENVIRONMENT = "environment"  # file with the job's variables: --env may have secrets
+CLOCK_SECONDS = 30.0  # tolerance: clocks differ, and so do ends of jobs at their limit
 LOGS = ("*.out", "*.OU")  # Slurm writes 12.out, as --output sets; PBS 12.head.OU
 
 # Recorded in place of an exit status:
-UNTIL = "until"  # and the time of its limit: the job runs, or nothing was left to record its end
+UNTIL = "until"  # followed by the time limit: the job runs, or could not record its end
 TIME_LIMIT = "time limit"  # the time limit was reached
 HOST_LOST = "host lost"  # a host failed, or was cut off
 NOT_STARTED = "not started"  # the job before it in the chain had failed
-CANCELLED = "cancelled"  # by `ddpkit submit cancel`
+CANCELLED = "cancelled"  # cancelled by `ddpkit submit cancel`
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Submission:
     folder: Path
     scheduler: str
     job_ids: tuple[str, ...]  # several for a chain, in order
-    name: str = ""  # of the job
+    name: str = ""  # name of the job
     submitted: str = ""  # "2026-11-22T06:30:00+0000"
 
     def before(self, job_id: str) -> tuple[str, ...]:
@@ -65,8 +65,8 @@ class Submission:
 def new_folder(parent: Path, name: str) -> Path:
     """Make the folder PARENT/NAME-DATE-TIME, which did not exist before. Raises OSError.
 
-    Only this user may enter it: what --env and the output have may be secret. Nobody else may
-    replace it: a job runs its script.
+    Only this user may enter it: --env and the output may have secrets. Nobody else may replace it:
+    a job runs its script.
     """
     make_folders(parent)
     remedy = "close it to writing by others (chmod go-w), or name another folder with --folder"
@@ -102,7 +102,7 @@ def write(folder: Path, record: Mapping[str, Any], job_ids: Sequence[str]) -> No
 
 
 def new_record(job: Job, scheduler: str, site: str) -> dict[str, Any]:
-    """Return what submission.json holds besides ids; of variables only the names."""
+    """Return the content of submission.json without job ids, and without values of variables."""
     values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     values |= values.pop("launch")._asdict()
     names = {f"{name}={value}": name for name, value in values.pop("environment").items()}
@@ -120,7 +120,7 @@ def new_record(job: Job, scheduler: str, site: str) -> dict[str, Any]:
 def git_state(folder: Path) -> dict[str, object] | None:
     """Return the commit of the repository around a folder and whether files differ from it.
 
-    No program runs that the repository's own settings name: a clone has those of its author.
+    Programs that the repository's own settings name do not run: others may have written them.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     listed = _git(folder, "config", "--name-only", "--get-regexp", _FILTERS)
@@ -143,7 +143,7 @@ _GIT = (
     "core.hooksPath=/dev/null",
 )
 _FILTERS = r"^filter\..*\.(clean|process)$"  # programs that change a file before it is compared
-_NO_FETCH = {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}  # of objects that are missing
+_NO_FETCH = {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}  # never fetch missing objects
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -175,9 +175,9 @@ def read(folder: Path) -> Submission:
 
 
 def read_all(parent: Path) -> list[Submission]:
-    """Read the submissions in the folders of a folder, the newest first.
+    """Read the submissions in a folder, the newest first.
 
-    Those of other users are left out: what a record names is read, shown and cancelled.
+    Other users' submissions are left out: files and jobs in a record are read, shown and cancelled.
     Raises OSError where the folder cannot be listed.
     """
     found = []
@@ -194,7 +194,7 @@ def read_all(parent: Path) -> list[Submission]:
 
 
 def find(parent: Path, job_id: str) -> Submission | None:
-    """Find the submission of a job, the newest where ids were used again."""
+    """Find the submission of a job; the newest one if ids were used again."""
     try:
         submissions = read_all(parent)
     except OSError:
@@ -209,9 +209,9 @@ def find(parent: Path, job_id: str) -> Submission | None:
 
 
 def write_limit(folder: Path, job_id: str, seconds: float) -> None:
-    """Record that a job has started, and its time limit, which replaces what an earlier run left.
+    """Record that a job has started, and its time limit. An earlier run's record is replaced.
 
-    seconds: since 1970; infinite where it is not known. Raises OSError.
+    seconds: time limit in seconds since 1970; infinite if unknown. Raises OSError.
     """
     _replace(_status_path(folder, job_id), f"{UNTIL} {seconds:.0f}")
 
@@ -229,7 +229,7 @@ def write_status(folder: Path, job_id: str, status: int | str) -> None:
 def read_status(folder: Path, job_id: str) -> int | str | None:
     """Return a job's recorded exit status, or one of the words above; None: nothing is recorded.
 
-    UNTIL: nothing but the time of its limit, which has passed.
+    UNTIL: only the time limit is recorded, and it has passed.
     """
     try:
         text = _status_path(folder, job_id).read_text(encoding="ascii").strip()
@@ -254,7 +254,7 @@ def failure_file(folder: Path, job_id: str) -> Path:
 
 
 def stop_file(folder: Path, job_id: str) -> Path:
-    """Return the file at which a running job saves and stops."""
+    """Return the file that lets a running job save and stop."""
     return folder / f"{job_number(job_id)}.stop"
 
 
@@ -277,7 +277,7 @@ def job_number(text: str) -> str:
 
 
 def _same_job(requested: str, known: str) -> bool:
-    """Whether two ids are of one job: "12" and "12.server" are."""
+    """Whether two ids name one job: "12" and "12.server" are."""
     servers = [text.partition(".")[2] for text in (requested, known)]
     same_server = not all(servers) or servers[0] == servers[1]
     return job_number(requested) == job_number(known) and same_server

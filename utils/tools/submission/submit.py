@@ -41,7 +41,7 @@ SCRIPT = "job.sh"
 MAX_CHAIN = 100
 # StopSignal stops 90 s before the time limit by default, and the start takes time, too.
 MIN_CHAIN_SECONDS = 300
-# What trainings and the kit read. sbatch passes all variables of the shell to a job, qsub none.
+# Variables that trainings and the kit read. sbatch passes all shell variables to a job, qsub none.
 _READ_BY_JOBS = re.compile(
     r"(?:DDPKIT|FI|GLOO|HF|MKL|MLFLOW|NCCL|OMP|PYTORCH|RCCL|TORCH\w*|UCX|WANDB)_|PYTHONPATH$"
 )
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             "(save_seconds + margin), and each job starts anew. Give a longer --time"
         )
 
-    known = {*job.environment, "DDPKIT_SITE"}  # which this command has read
+    known = {*job.environment, "DDPKIT_SITE"}  # this command has read the latter
     unset = sorted({name for name in os.environ if _READ_BY_JOBS.match(name)} - known)
     if profile.scheduler == "pbs" and unset:
         note(
@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         if job.walltime is None and not scheduler.has_time_limit(job):
             note("note: no --time is given: the limit is the default of the queue")
-        if args.site is None:  # the scheduler of this host; that of a named site may be far away
+        if args.site is None:  # the scheduler of this host; a named site may be far away
             problems += scheduler.check(job)
         for problem in check_paths(job) if args.site else ():
-            if problem.startswith("command:"):  # perhaps this is another folder than there
+            if problem.startswith("command:"):  # the folder there may be another one
                 note(f"note: {problem}")
         print(script, end="")
         for problem in problems:
@@ -126,8 +126,9 @@ def job_script(
 ) -> str:
     """Return the script to submit for a job.
 
-    folder: of the submission, where the job records its exit status; None for a dry run.
-    previous_job_id: the job of the chain that this one continues. in_chain: whether it is in one.
+    folder: folder of the submission, where the job records its exit status; None for a dry run.
+    previous_job_id: job of the chain that this job continues. in_chain: whether the job is in a
+    chain.
     Raises JobError, which names the field, for a value that cannot be written into a script.
     """
     lines, run = [], "launch"
@@ -135,14 +136,14 @@ def job_script(
         lines.append(f"SUBMISSION={quote(str(folder))} # where this job records its exit status")
         lines.append(f"PREVIOUS={quote(previous_job_id)} # the job of the chain that it continues")
         if in_chain:
-            # The id: a job that this one submits inherits the variable.
+            # Its value is the job id: a job that this one submits inherits the variable.
             lines.append(f'export {CHAIN_VARIABLE}="${{SLURM_JOB_ID-}}" # no requeue() in this job')
         run = 'job "$SUBMISSION" "$PREVIOUS"'
         if job.preflight:
             run += f" --preflight {quote(shlex.join(job.preflight))}"
     elif job.preflight:
         lines.append(f"# first: doctor {shlex.join(job.preflight)}")
-    # The ready script without its options and its last two lines: set-up and command.
+    # The ready script without its options, and without its last two lines: set-up and command.
     shebang, *ready = (JOBS / f"{scheduler.name}.sh").read_text(encoding="utf-8").splitlines()
     first = [line for line in ready if line and not line.startswith("#")][:-2]
     command = f"exec python3 {quote(str(PACKAGE))} {run} {job.launch_words()}"
@@ -154,7 +155,7 @@ def job_script(
 
 
 def submit_chain(scheduler: Scheduler, site: str, job: Job, parent: Path, count: int) -> Submission:
-    """Submit a job `count` times, each to continue the one before: all of them, or none.
+    """Submit a job `count` times: each job continues the one before. Submit all of them, or none.
 
     Each waits with "afterany", since no scheduler knows exit status 75. Its script refuses to start
     ranks when the job before has failed or completed the training (job_start.py).
@@ -210,7 +211,7 @@ def _withdraw(
 
     Its folder is removed, unless the scheduler refused the script, or jobs may be in the queue.
     """
-    # The last first: none may start because the one before it has ended.
+    # Last job first: a job must not start because the one before it has ended.
     remaining = [job_id for job_id in reversed(job_ids) if not _cancelled(scheduler, job_id)]
     no_response = isinstance(error, SchedulerError) and error.command and error.exit_code is None
     if remaining:
@@ -225,7 +226,7 @@ def _withdraw(
             f"The scripts are kept in {folder}"
         )
     if isinstance(error, SchedulerError) and error.output:
-        (folder / records.FILE).unlink(missing_ok=True)  # of the jobs that were cancelled
+        (folder / records.FILE).unlink(missing_ok=True)  # it records jobs that were cancelled
         refusal = str(error).rstrip(".")
         return UsageError(f"{refusal}. Nothing is in the queue. The script is kept in {folder}")
     shutil.rmtree(folder, ignore_errors=True)

@@ -47,7 +47,7 @@ job failed; with --follow, the job's own exit status.
 def main(words: Sequence[str] | None = None) -> int:
     """Run a subcommand; return 0 for success, 1 for an error, or the exit status of a job.
 
-    words: the command line without the name of the command; None: that of this process.
+    words: arguments after the name of the command; None: sys.argv[1:].
     """
     args = parse(sys.argv[1:] if words is None else words)
     try:
