@@ -1,6 +1,6 @@
 """The schedulers: submitting jobs to Slurm and PBS, querying them, and what they allocated.
 
-Modules are imported where they are used: a launch needs those of one scheduler, and starts fast.
+Modules are imported where they are used: a launch loads only one scheduler's, and starts fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .allocation import Allocation
     from .scheduler import Scheduler
 
-# Without SLURM_CONF: the packages' files, and the copy that a host without one has from slurmctld.
+# Read without SLURM_CONF: files of packages, and copies from slurmctld on hosts without a file.
 _SLURM_FILES = (
     "/etc/slurm/slurm.conf",
     "/etc/slurm-llnl/slurm.conf",
@@ -27,9 +27,9 @@ _SLURM_FILES = (
 
 
 def get_scheduler(name: str | None = None) -> Scheduler:
-    """Return the scheduler called name ("slurm" or "pbs"); without a name, that of this host.
+    """Return the scheduler called name ("slurm" or "pbs"); without a name, this host's.
 
-    Raises SchedulerError for any other name, and where this host has the commands of both or none.
+    Raises SchedulerError for any other name, and if this host has the commands of both or none.
     """
     from ...job.pbs_job import configuration, find_program
     from .pbs_scheduler import Pbs

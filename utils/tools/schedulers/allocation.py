@@ -16,7 +16,7 @@ class Allocation(NamedTuple):
     """
 
     scheduler: str  # "slurm" or "pbs"
-    job_id: str  # of an array element: Slurm "21", PBS "79[2].server"
+    job_id: str  # array elements: Slurm "21", PBS "79[2].server"
     hosts: tuple[str, ...]
     # Slurm: tasks per node. PBS: lines of the node file. pbs_tmrsh and pbsdsh refuse a host with 0.
     ranks_per_host: tuple[int, ...]
@@ -24,5 +24,5 @@ class Allocation(NamedTuple):
     cores_per_host: tuple[int | None, ...]
     restart_count: int | None = None  # 0 in the first run
     notes: tuple[str, ...] = ()  # hints for the user
-    tasks_requested: bool = False  # Slurm: ranks_per_host was requested, and is no default
+    tasks_requested: bool = False  # Slurm: ranks_per_host was requested, not a default
     outlives_host: bool | None = None  # PBS: the job asks to go on when one of its hosts fails

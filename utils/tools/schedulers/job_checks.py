@@ -17,11 +17,11 @@ from .scheduler import Queue, Status
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # every host has its own
 # Disks that login nodes do not have:
 NODE_ONLY = ("/mnt/bb", "/local", "/lscratch", "/localscratch", "/scratch_local")
-MIN_FREE_BYTES = 1 << 30  # in the home: logs and caches of one job
+MIN_FREE_BYTES = 1 << 30  # free space at home for logs and caches of one job
 
 
 def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
-    """Return what the queues do not allow; nothing where no queue is known.
+    """Return what the queues do not allow; [] if no queue is known.
 
     kind: what the scheduler calls a queue, "partition" or "queue".
     """
@@ -67,7 +67,7 @@ def check_queue(job: Job, queues: Sequence[Queue], kind: str) -> list[str]:
     return problems
 
 
-_MAXIMA = {  # a limit of a queue: the field that may exceed it, and what follows the two numbers
+_MAXIMA = {  # limit of a queue -> field that may exceed it, text after the two numbers
     "max_walltime_seconds": (
         "walltime",
         "of {first}. Request less time and continue from a checkpoint, or take another {kind}",
@@ -115,7 +115,7 @@ def check_dependency(job: Job, status: Callable[[str], Status]) -> list[str]:
 
 
 def check_paths(job: Job, folder: str | os.PathLike[str] = ".") -> list[str]:
-    """Return the files that are missing or that compute nodes cannot see, and a full home.
+    """Return problems: files that are missing or that compute nodes cannot see, a full home.
 
     folder: the submit directory, from which relative paths start.
     """
@@ -148,7 +148,7 @@ def _check_command(job: Job, base: Path) -> list[str]:
     elif first != "-m" and not may_bring_programs:
         problems += _check_program(first, base)
 
-    if job.launch.container:  # has folders of its own
+    if job.launch.container:  # an image has folders of its own
         return problems
     for word in job.command[1:]:
         value = word.partition("=")[2] if word.startswith("-") else word

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from ...job.notation import parse_duration
 from ..cli.launch_options import SHARED_OPTIONS, LaunchOptions, SharedOption
 
-_MAX_LENGTH = 4000  # of one value in a directive; sbatch and qsub have buffers of a fixed size
+_MAX_LENGTH = 4000  # characters of a value in a directive; sbatch and qsub have fixed-size buffers
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LEAST = {  # of these fields, where they are not None
+_LEAST = {  # field -> smallest value, unless it is None
     "nodes": 1,
     "gpus_per_node": 0,
     "cores_per_rank": 1,
@@ -31,7 +31,7 @@ _DEPENDENCY = re.compile(rf"{_CONDITION}([,?]{_CONDITION})*")
 
 
 class Option(NamedTuple):
-    """An option of `submit run`. sbatch and qsub "": their modules write the value."""
+    """An option of `submit run`. sbatch, qsub: flag there; "": their modules write the value."""
 
     flags: str
     argparse: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Option(NamedTuple):
     qsub: str = ""
 
 
-OPTIONS = {  # field of Job: its option
+OPTIONS = {  # field of Job -> option
     "name": Option(
         "-J --job-name",
         {"metavar": "NAME", "help": "default: the name of the script"},
@@ -89,7 +89,7 @@ _FORMS = {  # field: pattern, example
     "memory": (re.compile(r"0|[0-9]{1,15}[KMGT]B?", re.IGNORECASE), "64G"),
     "gpu_type": (_NAME, "a100"),
 }
-_ENTRY_FORMS = {  # field whose entries have this form: pattern, example
+_ENTRY_FORMS = {  # field with several entries -> pattern, example of an entry
     "module_paths": (re.compile(r"/[A-Za-z0-9_.~+@:=/-]{1,200}"), "/soft/modulefiles"),
     "modules": (re.compile(r"[A-Za-z0-9_.~/][A-Za-z0-9_.~+@:=/-]{0,200}"), "cuda/12.4"),
     "chunk": (re.compile(r"[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9_.@-]+"), "system=polaris"),
@@ -110,18 +110,18 @@ class Job:
 
     # A script or "-m" and a module, then its arguments.
     command: tuple[str, ...]
-    nodes: int = 1  # with the spare ones
+    nodes: int = 1  # number of nodes, including spare ones
     gpus_per_node: int = 0
-    gpu_type: str | None = None  # of Slurm: "a100"
+    gpu_type: str | None = None  # Slurm only: "a100"
     cores_per_rank: int | None = None
-    memory: str | None = None  # per node: "64G"; "0" is all that a node has, of Slurm only
+    memory: str | None = None  # memory per node: "64G"; Slurm only: "0" for all of it
     walltime: int | None = None  # seconds
     queue: str | None = None  # Slurm: partition
     account: str | None = None
     name: str | None = None
-    dependency: str | None = None  # "afterany:1234", several with a comma
+    dependency: str | None = None  # "afterany:1234"; commas separate several
     setup: tuple[str, ...] = ()  # shell lines, each complete in itself
-    module_paths: tuple[str, ...] = ()  # for `module use`
+    module_paths: tuple[str, ...] = ()  # arguments of `module use`
     modules: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     launch: LaunchOptions = LaunchOptions()  # passed on to ddpkit launch
@@ -131,7 +131,7 @@ class Job:
     requeue: bool | None = None  # None: the scheduler's default
     directives: tuple[str, ...] = ()  # further options: "--constraint=a100", "-l filesystems=home"
     chunk: tuple[str, ...] = ()  # PBS: added to every chunk of the select: "system=polaris"
-    preflight: tuple[str, ...] = ()  # options of doctor, which then checks the hosts first
+    preflight: tuple[str, ...] = ()  # options of doctor, which checks the hosts first; (): no check
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -1,4 +1,4 @@
-"""What PBS allocated to a job. It names one host in several ways; each host is listed once."""
+"""What PBS allocated to a job: each host once, although PBS names it in several ways."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Host:
     """A host of a job. None: not known."""
 
     name: str
-    lines: int = 0  # in the node file
+    lines: int = 0  # number of its lines in the node file
     cores: int | None = None
     gpus: int | None = None
 
@@ -29,7 +29,7 @@ class PbsHosts:
         self._by_short_name: dict[str, list[Host]] = {}
 
     def find(self, name: str) -> Host:
-        """Return the host of this name, new where it has not been mentioned before."""
+        """Return the host of this name; add it if it is new."""
         namesakes = self._by_short_name.setdefault(short_name(name), [])
         for host in namesakes:
             if same_host(host.name, name):
@@ -41,7 +41,7 @@ class PbsHosts:
 
 
 def read_nodefile(lines: Iterable[str]) -> PbsHosts:
-    """Return the hosts of a node file with their numbers of lines, which need not be adjacent."""
+    """Return the hosts of a node file with their numbers of lines. Lines need not be adjacent."""
     hosts = PbsHosts()
     for line in lines:
         if line.strip():
@@ -80,7 +80,7 @@ def _sum_vnodes(chunk: str) -> dict[str, int]:
 def pbs_allocation(environ: Mapping[str, str], *, query: bool = True) -> Allocation:
     """Return what PBS allocated to the job around this process.
 
-    query: whether to run qstat for what node file and variables lack.
+    query: whether to run qstat for facts that the node file and variables lack.
 
     Raises AllocationError where the node file cannot be read or no host is found.
     """
@@ -114,7 +114,7 @@ def pbs_allocation(environ: Mapping[str, str], *, query: bool = True) -> Allocat
 def _add_chunks(hosts: PbsHosts, chunks: list[tuple[str, dict[str, int]]]) -> list[Host]:
     """Add the resources of all chunks to their hosts; return these hosts in order."""
     in_order: list[Host] = []
-    counts_gpus = any("ngpus" in resources for _, resources in chunks)  # else PBS has no GPUs
+    counts_gpus = any("ngpus" in resources for _, resources in chunks)  # else PBS knows no GPUs
     for name, resources in chunks:
         host = hosts.find(name)
         if host not in in_order:
@@ -137,9 +137,9 @@ def _notes(job: Fields, chunks: int, hosts: list[Host]) -> tuple[str, ...]:
 
 
 def _read_nodefile(environ: Mapping[str, str], job: Fields) -> PbsHosts:
-    """The hosts of PBS_NODEFILE; none without the variable, as in pbsdsh's tasks on the first host.
+    """Return the hosts of PBS_NODEFILE; none if it is not set: then qstat has them.
 
-    qstat then has them.
+    It is not set in pbsdsh's tasks on the first host.
     """
     path = environ.get("PBS_NODEFILE")
     if not path:

@@ -23,8 +23,8 @@ from .scheduler import Queue, Scheduler, State, Status, state_of_exit
 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]^*~-]+")  # qsub reads these as they are
 _MAIL = {"begin": "b", "end": "e", "fail": "a"}  # a: PBS has ended the job
-_DELETED = 91  # substate of a finished job. That of failure is also set where a host is lost
-_TIMEOUT_SECONDS = 10.0  # of each query; a job or a user waits
+_DELETED = 91  # substate of a deleted job; the substate of failure also follows a lost host
+_TIMEOUT_SECONDS = 10.0  # time limit of a query: a job or a user waits
 _CANNOT_EXCLUDE = "PBS cannot exclude a host. For other hosts give a -l select with host=NAME"
 
 _LETTERS: dict[State, str] = {"queued": "QWTM", "held": "HSU", "running": "RB", "ending": "E"}
@@ -86,7 +86,7 @@ class Pbs(Scheduler):
         queue = named[-1].partition("@")[0] if named else ""  # "small" of "small@server"
         in_queue = replace(job, queue=queue or None)
         extra = [split_directive(entry) for entry in job.directives]
-        if any("-l select" in _settings(words) for words in extra):  # replaces these fields
+        if any("-l select" in _settings(words) for words in extra):  # it replaces these fields
             in_queue = replace(in_queue, nodes=1, gpus_per_node=0, cores_per_rank=None, memory=None)
         return [
             *check_queue(in_queue, server.as_queues(), "queue"),
@@ -142,7 +142,7 @@ def _refuse(job: Job) -> None:
 
 
 def _field_options(job: Job) -> Iterator[list[str]]:
-    """The options that the fields of a job stand for."""
+    """Yield the options for the fields of a job."""
     yield ["-l", f"select={_select(job)}"]
     yield ["-l", "place=scatter"]  # by default two chunks may share a host
     if job.walltime:
@@ -167,9 +167,9 @@ def _field_options(job: Job) -> Iterator[list[str]]:
 
 
 def _select(job: Job) -> str:
-    """One chunk per node: "2:ncpus=8:mpiprocs=4:ompthreads=2:ngpus=4:mem=64gb".
+    """Return one chunk per node: "2:ncpus=8:mpiprocs=4:ompthreads=2:ngpus=4:mem=64gb".
 
-    Without ompthreads PBS sets OMP_NUM_THREADS of every rank to all cores of the chunk.
+    Without ompthreads, PBS sets OMP_NUM_THREADS of every rank to the cores of the whole chunk.
     """
     cores_per_rank = job.cores_per_rank or 1
     resources: dict[str, str | int | None] = {
@@ -197,7 +197,7 @@ def _settings(words: Sequence[str]) -> list[str]:
     if name != "-l":
         return [name]
     decided = [f"-l {part.partition('=')[0].strip()}" for part in value.split(",")]
-    if "-l nodes" in decided:  # Torque's form decides both
+    if "-l nodes" in decided:  # Torque's option decides both
         decided += ["-l select", "-l place"]
     return decided
 
@@ -206,7 +206,7 @@ def _settings(words: Sequence[str]) -> list[str]:
 
 
 def _query_status(job_id: str) -> Status:
-    """Query a job; one that has ended, as long as the server keeps its history."""
+    """Query a job; after its end, as long as the server keeps its history."""
     try:
         job = query_job(job_id, ended=True)
     except SchedulerError as error:
@@ -217,13 +217,13 @@ def _query_status(job_id: str) -> Status:
 
 
 def _query_known(job_ids: Sequence[str]) -> dict[str, Fields]:
-    """Return the records of those jobs that the server knows; qstat reports unknown ones as errors.
+    """Return the records of the jobs that the server knows; qstat reports unknown jobs as errors.
 
-    Only the number of an id need be the same: the server may have another name. OpenPBS after 2023
-    prints the first known job only, so the others are asked for until none of them is known.
+    Ids match by number, because the server may have another name. OpenPBS after 2023 prints only
+    the first known job, so the query is repeated for the others until it finds none.
     """
     known: dict[str, Fields] = {}
-    for options in (["-x", "-f"], ["-f"]):  # where it keeps no history, -x is an error, or empty
+    for options in (["-x", "-f"], ["-f"]):  # without a history, -x is an error or prints nothing
         while missing := [job_id for job_id in job_ids if job_id not in known]:
             jobs = query_objects(
                 "Jobs", "qstat", *options, *missing, accepted_statuses=(0, *MISSING_JOBS)
@@ -252,11 +252,11 @@ def _status_of(job_id: str, job: Fields | None) -> Status:
 
 
 def _job_status(job_id: str, job: Fields) -> Status:
-    """The status in one record of qstat."""
+    """Return the status in one record of qstat."""
     scheduler_state = job.get("job_state", "")
     state: State = _STATES.get(scheduler_state, "unknown")
     reason = job.get("comment", "")
-    exit_code = None  # until the job has ended, the record may hold that of an earlier run
+    exit_code = None  # before the end, the record may hold an earlier run's
     if scheduler_state in ("F", "X"):
         state, reason = _end(job, reason)
         exit_code = _exit_code(job)
@@ -274,7 +274,7 @@ def _job_status(job_id: str, job: Fields) -> Status:
 
 
 def _end(job: Fields, comment: str) -> tuple[State, str]:
-    """State and reason of a finished job. One without Exit_status never ran.
+    """Return state and reason of a finished job. A job without Exit_status never ran.
 
     A job whose dependency cannot be met ends at once, with the substate of success.
     """
@@ -303,7 +303,7 @@ def _exit_code(job: Fields) -> int | None:
 
 
 def _log(job: Fields, job_id: str) -> str | None:
-    """The path of the log: Output_Path without its host; a folder holds JOB_ID.OU."""
+    """Return the path of the log: Output_Path without its host; JOB_ID.OU in a folder."""
     path = job.get("Output_Path", "")
     if re.match(r"[^/:]+:/", path):
         path = path.partition(":")[2]
@@ -315,11 +315,11 @@ def _log(job: Fields, job_id: str) -> str | None:
 # Limits -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ServerState:
-    """What the server reports of its queues, itself and its hosts; empty where it does not."""
+    """What the server reports about its queues, itself and its hosts; empty without a response."""
 
     queues: Mapping[str, Fields]
     server: Fields
-    host_sizes: Sequence[Mapping[str, float]]  # cores, GPUs and bytes of each
+    host_sizes: Sequence[Mapping[str, float]]  # cores, GPUs and bytes of memory of each host
 
     @classmethod
     def query(cls) -> ServerState:
@@ -339,7 +339,7 @@ class ServerState:
     def as_queues(self) -> list[Queue]:
         """Return all queues with the hosts of the whole site, and without limits.
 
-        PBS ties hosts to queues in too many ways. What exceeds a queue's limits qsub refuses.
+        PBS ties hosts to queues in too many ways. qsub refuses jobs that exceed a queue's limits.
         """
         cores, gpus, memory = (
             int(max((size.get(name, 0) for size in self.host_sizes), default=0)) or None

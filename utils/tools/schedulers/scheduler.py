@@ -40,7 +40,7 @@ class Queue:
     max_walltime_seconds: int | None = None
     min_nodes: int = 1
     max_nodes: int | None = None
-    # Of its largest node:
+    # Size of its largest node:
     cores_per_node: int | None = None
     gpus_per_node: int | None = None
     memory_per_node_bytes: int | None = None
@@ -52,7 +52,7 @@ class Status:
 
     job_id: str
     state: State
-    # Of the job script; 128+N where signal N ended it; None: there is none (yet).
+    # Exit code of the job script; 128+N if signal N ended it; None: none (yet).
     exit_code: int | None = None
     reason: str = ""  # why the job waits or how it ended
     scheduler_state: str = ""  # "PENDING", "Q"
@@ -90,10 +90,10 @@ class Scheduler(ABC):
     job_id_pattern: re.Pattern[str]
     job_id_examples: str
     submit_command: str  # "sbatch"
-    option_pattern: re.Pattern[str]  # the beginning of an option of the submit command
-    account_variable: str = ""  # the variable that names an account to the submit command
-    time_limit_pattern: re.Pattern[str]  # the beginning of an option that limits the time
-    refused_variables: tuple[str, ...] = ()  # of the shell, without which submit_command runs
+    option_pattern: re.Pattern[str]  # matches the start of an option of submit_command
+    account_variable: str = ""  # names an account to submit_command
+    time_limit_pattern: re.Pattern[str]  # matches the start of an option that limits the time
+    refused_variables: tuple[str, ...] = ()  # shell variables that submit_command does not get
     can_requeue: bool = False  # whether users may put their running jobs back into the queue
 
     @abstractmethod
@@ -129,7 +129,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def without_hosts(self, job: Job, hosts: Sequence[str]) -> tuple[Job, str]:
-        """Return a job that avoids hosts, and why it cannot; "" where it can.
+        """Return a job that avoids hosts, and why that is impossible; "" if it is possible.
 
         Hosts that the scheduler does not know are ignored.
         """
@@ -162,7 +162,7 @@ class Scheduler(ABC):
         """Submit the script of a job from the current directory and return the job id.
 
         The options are also given on the command line: variables of the shell, such as
-        SBATCH_ACCOUNT, take precedence over those in a script.
+        SBATCH_ACCOUNT, take precedence over options in a script.
 
         Raises SchedulerError with the scheduler's message.
         """

@@ -19,7 +19,7 @@ from ...job.slurm_job import (
 from ...job.slurm_steps import SPECIAL_STEPS, step_name
 from .allocation import Allocation, AllocationError
 
-_TIMEOUT_SECONDS = 10.0  # of a query; a user is waiting
+_TIMEOUT_SECONDS = 10.0  # time limit of a query: a user is waiting
 
 
 def node_resources(jobs: Iterable[Fields]) -> dict[str, tuple[int | None, int]]:
@@ -35,15 +35,15 @@ def node_resources(jobs: Iterable[Fields]) -> dict[str, tuple[int | None, int]]:
             try:
                 cores = len(expand_hostlist(f"[{core_ids}]")) if core_ids else None
                 hosts = expand_hostlist(fields.get("Nodes", ""))
-            except ValueError:  # a form of a later Slurm: ignored
+            except ValueError:  # a later Slurm may print another form: ignored
                 continue
             for host in hosts:
                 found[host] = (cores, gpu_count(fields.get("GRES", "")))
     return found
 
 
-_MAX_COMPONENTS = 128  # of a heterogeneous job in Slurm
-Counts = list[int | None]  # one for each host; None: not known
+_MAX_COMPONENTS = 128  # Slurm's limit for a heterogeneous job
+Counts = list[int | None]  # one number for each host; None: not known
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Resources:
     tasks: Counts
     cores: Counts
     gpus: Counts
-    tasks_requested: bool = True  # for every component
+    tasks_requested: bool = True  # every component requested tasks
 
 
 def number(environ: Mapping[str, str], name: str) -> int | None:
@@ -93,31 +93,31 @@ def resources(environ: Mapping[str, str]) -> Resources:
 
 
 def gpus_here(environ: Mapping[str, str]) -> int | None:
-    """Return the GPUs that the job has on this node. SLURM_GPUS_ON_NODE may be the step's."""
+    """Return the job's GPUs on this node. SLURM_GPUS_ON_NODE may count only a step's GPUs."""
     if environ.get("SLURM_JOB_GPUS"):  # "0,1"
         return len(environ["SLURM_JOB_GPUS"].split(","))
     return parse_number(environ.get("SLURM_GPUS_ON_NODE", ""))
 
 
 def _component_suffixes(environ: Mapping[str, str]) -> list[str]:
-    """What the names of each component's variables end with: "_HET_GROUP_0", ..."""
+    """Return the suffix of each component's variables: "_HET_GROUP_0", ..."""
     size = min(number(environ, "SLURM_HET_SIZE") or 0, _MAX_COMPONENTS)
     suffixes = [f"_HET_GROUP_{group}" for group in range(size)]
-    # Without them SLURM_JOB_NODELIST is that of the whole job, or of the first component.
+    # Without them, SLURM_JOB_NODELIST describes the whole job, or the first component.
     return suffixes if all(f"SLURM_JOB_NODELIST{suffix}" in environ for suffix in suffixes) else []
 
 
 def _counts(environ: Mapping[str, str], name: str, nodes: int) -> Counts:
-    """The numbers of a variable; empty where it is unset or not about this number of nodes."""
+    """Return the numbers in a variable; [] if it is unset or about another number of nodes."""
     counts = expand_counts(environ[name]) if environ.get(name) else []
     return [*counts] if len(counts) == nodes else []
 
 
 def _tasks(environ: Mapping[str, str], suffix: str, nodes: int) -> Counts:
-    """Tasks per node of the job.
+    """Return the tasks per node of the job.
 
-    In a step SLURM_TASKS_PER_NODE is the step's, and SLURM_NTASKS_PER_NODE what the job requested.
-    In a job that requested no number of tasks SLURM_TASKS_PER_NODE counts its cores, while srun
+    In a step, SLURM_TASKS_PER_NODE describes the step, and SLURM_NTASKS_PER_NODE the job's request.
+    If the job requested no number of tasks, SLURM_TASKS_PER_NODE counts its cores, while srun
     starts one task on each node.
     """
     per_node = number(environ, f"SLURM_NTASKS_PER_NODE{suffix}")
@@ -135,7 +135,7 @@ def _tasks(environ: Mapping[str, str], suffix: str, nodes: int) -> Counts:
 
 
 def _asks_for_tasks(environ: Mapping[str, str], suffix: str) -> bool:
-    """Whether the job requested a number of tasks. SLURM_NTASKS may be that of a step."""
+    """Whether the job requested a number of tasks. In a step, SLURM_NTASKS may be the step's."""
     names = ["SLURM_NTASKS_PER_NODE"]
     if step_name(environ) in ("", *SPECIAL_STEPS):
         names.append("SLURM_NTASKS")
@@ -143,7 +143,7 @@ def _asks_for_tasks(environ: Mapping[str, str], suffix: str) -> bool:
 
 
 def _gpus_per_node(environ: Mapping[str, str]) -> int | None:
-    """GPUs of every node where the job requested a number per node: "2", "a100:4"."""
+    """Return the GPUs per node if the job requested a number per node: "2", "a100:4"."""
     text = environ.get("SLURM_GPUS_PER_NODE")
     if not text or environ.get("SLURM_HET_SIZE"):
         return None
@@ -154,7 +154,7 @@ def slurm_allocation(environ: Mapping[str, str], *, query: bool = True) -> Alloc
     """Return what Slurm allocated to the job around this process.
 
     In a step these are the hosts of the whole job: a further step may use them all.
-    query: whether to run scontrol for what the variables lack.
+    query: whether to run scontrol for facts that the variables lack.
 
     Raises AllocationError where the variables cannot be read or contradict each other.
     """
@@ -204,7 +204,7 @@ def enter_job(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
             "Check it with: squeue --me"
         )
     nodes = parse_number(job.get("NumNodes", "")) or 1
-    # "NtasksPerN:B:S:C=2:0:*:*"; NumTasks=2 also where no number was requested, for two nodes
+    # "NtasksPerN:B:S:C=2:0:*:*". NumTasks is 2 for two nodes even if no number was requested.
     per_node = parse_number(job.get("NtasksPerN:B:S:C", "").partition(":")[0])
     tasks = parse_number(job.get("NumTasks", "")) or nodes
     if not per_node and tasks > nodes and tasks % nodes == 0:
@@ -222,7 +222,7 @@ def enter_job(job_id: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _add_from_scontrol(job_id: str, found: Resources) -> None:
-    """Replace what scontrol knows better; nothing where it does not respond."""
+    """Replace what scontrol knows better; change nothing if it does not respond."""
     query = ["scontrol", "--details", "show", "job", job_id]
     try:
         output = records(run_command(query, timeout_seconds=_TIMEOUT_SECONDS))
@@ -240,7 +240,7 @@ def _add_from_scontrol(job_id: str, found: Resources) -> None:
 
 
 def _correct_tasks(job: Fields, found: Resources) -> None:
-    """Replace the tasks of a step by those of the job, where their split over hosts is clear."""
+    """Replace a step's tasks by the job's, if their split over hosts is clear."""
     total = parse_number(job.get("NumTasks", ""))
     if total is None or total == sum(count or 0 for count in found.tasks):
         return

@@ -30,7 +30,7 @@ _LONG_NAMES = {
     "-q": "--qos",
     "-x": "--exclude",
 }
-_SAME_SETTING = {  # an option of the kit: what replaces it in job.directives
+_SAME_SETTING = {  # option of the kit -> options in job.directives that replace it
     "--gpus-per-node": "--gres --gpus --gpus-per-task",
     "--ntasks-per-node": "--ntasks --ntasks-per-gpu",
     "--cpus-per-task": "--cpus-per-gpu",
@@ -39,12 +39,12 @@ _SAME_SETTING = {  # an option of the kit: what replaces it in job.directives
 }
 _SETTINGS = {other: name for name, others in _SAME_SETTING.items() for other in others.split()}
 _UNQUOTED = re.compile(r"[A-Za-z0-9_=.,:@%+/\[\]&|^*()?~-]+")  # sbatch reads these as they are
-_MAX_LENGTH = 3000  # of the list of excluded hosts in a directive
+_MAX_LENGTH = 3000  # characters of the list of excluded hosts in a directive
 
-# Between the columns of sinfo and sacct.
+# Separates the columns of sinfo and sacct.
 SEPARATOR = "\x1f"
-_TIMEOUT_SECONDS = 10.0  # of each query; a user waits for the submission
-_COLUMNS = {  # column: sinfo's format
+_TIMEOUT_SECONDS = 10.0  # time limit of a query: a user waits for the submission
+_COLUMNS = {  # column -> sinfo's format
     "partition": "%P",
     "availability": "%a",
     "time_limit": "%l",
@@ -66,7 +66,7 @@ _SCHEDULER_STATES: dict[State, str] = {
     "cancelled": "CANCELLED PREEMPTED REVOKED",
 }
 _STATES = {word: state for state, words in _SCHEDULER_STATES.items() for word in words.split()}
-_HOLD_REASONS = (  # of a pending job that does not start by itself
+_HOLD_REASONS = (  # reasons of a pending job that does not start by itself
     "JobHeldUser",
     "JobHeldAdmin",
     "DependencyNeverSatisfied",
@@ -86,11 +86,11 @@ class SlurmScheduler(Scheduler):
     job_id_examples = "1234 or 1234_5"
     submit_command = "sbatch"
     # Variables of sbatch that add to the options of a job, or contradict them. "GPUS" and the
-    # like request other GPUs than --gpus-per-node; WAIT lets sbatch wait for the end.
+    # like request other GPUs than --gpus-per-node; WAIT makes sbatch wait for the end.
     refused_variables = tuple(
         f"SBATCH_{name}" for name in ("ARRAY_INX", "GPUS", "GPUS_PER_TASK", "GRES", "WAIT")
     )
-    # -W has no value: "-W group_list=x" is of qsub.
+    # -W has no value: "-W group_list=x" is an option of qsub.
     option_pattern = re.compile("--[a-z]|-[aAbBcCdDeFGhHiIJkLmMnNoOpqQsStuvVwxZ]|-W$")
     account_variable = "SBATCH_ACCOUNT"
     time_limit_pattern = re.compile("--time[= ]|-t")
@@ -190,13 +190,13 @@ def _setting(words: Sequence[str]) -> str:
 
 
 def _last_value(options: Sequence[Sequence[str]], setting: str) -> str:
-    """The value of the last option for a setting, which counts; "" where there is none."""
+    """Return the value of the last option for a setting, which wins; "" if there is none."""
     values = [option_value(words) for words in options if _setting(words) == setting]
     return values[-1] if values else ""
 
 
 def _partition_of(options: Sequence[Sequence[str]]) -> str:
-    """The partition that sbatch will use; "" where it is left to Slurm."""
+    """Return the partition that sbatch will use; "" if it is left to Slurm."""
     return _last_value(options, "--partition") or os.environ.get("SBATCH_PARTITION", "")
 
 
@@ -221,11 +221,11 @@ def _refuse(job: Job) -> None:
 
 
 def _field_options(job: Job) -> Iterator[list[str]]:
-    """The options that the fields of a job stand for."""
+    """Yield the options for the fields of a job."""
     # With torchrun one task per node has the cores of all ranks.
     one_agent = job.launch.launcher == "torchrun"
     tasks = 1 if one_agent else job.ranks
-    # A job without ranks and GPUs leaves the tasks to `sbatch -n 3`, or the launch counts the GPUs.
+    # Without ranks and GPUs, `sbatch -n 3` decides the tasks, or the launch counts the GPUs.
     counts_tasks = bool(job.launch.ranks_per_node or job.gpus_per_node)
     cores = job.cores_per_rank and job.cores_per_rank * (job.ranks if one_agent else 1)
     gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
@@ -256,7 +256,7 @@ def _field_options(job: Job) -> Iterator[list[str]]:
 
 
 def query_partitions() -> list[Queue]:
-    """Query the partitions; none where sinfo does not respond."""
+    """Query the partitions; [] if sinfo does not respond."""
     query = ["sinfo", "--all", "--exact", "--noheader", "--format"]
     try:
         output = run_command(
@@ -283,7 +283,7 @@ def _query_limits() -> dict[str, Fields]:
 
 
 def _partition(name: str, rows: Sequence[Fields], limits: Fields) -> Queue:
-    """A partition from sinfo's rows, one for each kind of node, and scontrol's limits.
+    """Make a partition from sinfo's rows, one for each kind of node, and scontrol's limits.
 
     The limits read MaxNodes=4 MinNodes=2 MaxCPUsPerNode=UNLIMITED MaxMemPerNode=4000 (megabytes).
     """
@@ -312,7 +312,7 @@ def _partition(name: str, rows: Sequence[Fields], limits: Fields) -> Queue:
 
 
 def _query_status(job_id: str) -> Status:
-    """Return the status from scontrol; of a job that it no longer knows, from sacct."""
+    """Return the status from scontrol, or from sacct if scontrol no longer knows the job."""
     return _status_of(job_id, _query_controller(job_id) or _query_accounting([job_id]).get(job_id))
 
 
@@ -333,7 +333,7 @@ def _query_controller(job_id: str) -> list[Fields]:
         raise
 
 
-_QUEUE_COLUMNS = (  # of squeue: the name in scontrol
+_QUEUE_COLUMNS = (  # name in squeue, name in scontrol
     ("ArrayJobID", "JobId"),
     ("State", "JobState"),
     ("Reason", "Reason"),
@@ -345,12 +345,12 @@ _QUEUE_COLUMNS = (  # of squeue: the name in scontrol
 
 
 def _query_queue(job_ids: Sequence[str]) -> dict[str, list[Fields]]:
-    """Return the records of those jobs that the controller knows, with scontrol's names."""
+    """Return the records of jobs that the controller knows, with scontrol's names."""
     columns = ",".join(f"{column}:{SEPARATOR}" for column, _ in _QUEUE_COLUMNS)
     query = ["squeue", "--noheader", "--states=all", f"--Format={columns}"]
     try:
         output = run_command([*query, f"--jobs={','.join(job_ids)}"])
-    except SchedulerError as error:  # a single job that is unknown is an error, of several none
+    except SchedulerError as error:  # one unknown job is an error, several are not
         if "invalid job id" in error.output.lower():
             return {}
         raise
@@ -368,7 +368,7 @@ def _wait_status(text: str) -> str:
 
 
 def _query_accounting(job_ids: Sequence[str]) -> dict[str, list[Fields]]:
-    """The records that sacct has, with scontrol's names; none where there is no accounting."""
+    """Return sacct's records with scontrol's names; {} without accounting."""
     columns = ("JobID", "State", "ExitCode", "NodeList")
     query = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}"]
     try:
@@ -384,7 +384,7 @@ def _query_accounting(job_ids: Sequence[str]) -> dict[str, list[Fields]]:
 
 
 def _job_status(job_id: str, job: Fields) -> Status:
-    """The status in one record of scontrol or sacct."""
+    """Return the status in one record of scontrol or sacct."""
     scheduler_state = job.get("JobState", "")
     reason = job.get("Reason", "").replace("None", "")
     state = _STATES.get(scheduler_state, "unknown")
@@ -403,7 +403,7 @@ def _job_status(job_id: str, job: Fields) -> Status:
         and state == "cancelled"
         and reason not in (job.get("State"), "")
     ):
-        reason = ""  # of its wait in the queue
+        reason = ""  # it explains the wait in the queue
     if not reason and job.get("PreemptTime", "None") not in ("None", "Unknown"):
         reason = "Preempted"
     if reason == "DependencyNeverSatisfied":
@@ -429,7 +429,7 @@ def _exit_code(text: str) -> int | None:
 
 
 def _hosts(nodes: str) -> tuple[str, ...]:
-    """The hosts of NodeList; none for "", "(null)" and "None assigned"."""
+    """Return the hosts of NodeList; () for "", "(null)" and "None assigned"."""
     if " " in nodes or "(" in nodes:
         return ()
     try:
