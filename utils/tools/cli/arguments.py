@@ -1,4 +1,4 @@
-"""argparse with errors of one line, and suggestions for unknown options."""
+"""argparse with one-line errors, and suggestions for unknown options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHOICE = re.compile(  # "argument subcommand: invalid choice: 'lsit' (choose fr
 
 
 class ParserFound(BaseException):
-    """A command has made its parser, and runs no further. No Exception: some commands report it."""
+    """Carry a command's parser to its caller. Not an Exception: some commands report those."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
@@ -23,7 +23,7 @@ class ParserFound(BaseException):
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser, whose errors are one line, with a suggestion for an unknown option.
 
-    is_wanted: the parser itself is, for tab completion: parsing raises ParserFound.
+    is_wanted: tab completion needs the parser itself, so parsing raises ParserFound.
     for_others: what to do with the options of other programs, appended to the error.
     """
 

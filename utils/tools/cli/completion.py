@@ -17,8 +17,8 @@ SHELLS = ("bash", "zsh")
 def main(words: Sequence[str], modules: Mapping[str, tuple[str, str]]) -> int:
     """Print a script for a shell; return an exit status.
 
-    words: one of SHELLS. modules: of each command, the module whose main() parses its options, and
-    a description. The options of a command are left out where its module cannot be imported.
+    words: one of SHELLS. modules: command -> module whose main() parses its options, description. A
+    command's options are left out if its module cannot be imported.
     """
     if len(words) != 1 or words[0] not in SHELLS:
         print(
@@ -58,7 +58,7 @@ def _add(commands: Any, name: str, text: str, parser: argparse.ArgumentParser | 
 
 
 def _parser(module: str, words: Sequence[str]) -> argparse.ArgumentParser | None:
-    """Return what parses the options of a command; None where that is not known."""
+    """Return the parser of a command; None if it is unknown."""
     ArgumentParser.is_wanted = True
     try:
         with contextlib.suppress(ImportError, SystemExit):

@@ -1,9 +1,9 @@
-"""Defaults of options in files: of a project, of a user, and of a centre.
+"""Read defaults of options from the files of a project, a user and a centre.
 
 The command line wins, then variables, then [tool.ddpkit] of the project's pyproject.toml, then
 ~/.config/ddpkit.yaml, then the centre's file (centre_file()). A file that another user may change
-is not read; what runs programs or writes into job scripts counts in a project's file once the user
-has said so (trust()).
+is not read. In a project's file, settings that run programs or write into job scripts count only
+once the user trusts the file (trust()).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ SETTINGS = {
     ),
 }
 _PROJECT_FILE = "pyproject.toml"
-_LONGEST = 1 << 20  # bytes of a file
+_LONGEST = 1 << 20  # bytes read from a file
 _warned: set[str] = set()  # a command loads the files several times
 
 
@@ -94,7 +94,7 @@ class DefaultsError(LaunchError):
 
 
 class Default(NamedTuple):
-    """A value, and the file or variable that it is from."""
+    """A value, and the file or variable that sets it."""
 
     value: str
     origin: str
@@ -117,8 +117,8 @@ def files(environ: Mapping[str, str] = os.environ) -> list[str]:
 def centre_file(environ: Mapping[str, str] = os.environ) -> str:
     """Return the path of the centre's file, which need not exist.
 
-    It is that of CENTRE_VARIABLE, which a module file may set, else SYSTEM_FILE where that exists,
-    else the one beside the installation.
+    CENTRE_VARIABLE, which a module file may set, names it. Otherwise it is SYSTEM_FILE if that
+    exists, else KIT_FILE beside the installation.
     """
     named = environ.get(CENTRE_VARIABLE)
     return named or (SYSTEM_FILE if os.path.lexists(SYSTEM_FILE) else KIT_FILE)
@@ -127,8 +127,8 @@ def centre_file(environ: Mapping[str, str] = os.environ) -> str:
 def project_file() -> str:
     """Return the path of the project's file, which need not exist.
 
-    It is the nearest one of this folder and of those above it, up to the root of the repository or
-    the home folder. In no repository and not below the home folder, it is that of this folder.
+    It is the nearest one in this folder and the folders above it, up to the root of the repository
+    or the home folder. Outside of a repository and of the home folder, only this folder counts.
     """
     folders = [os.getcwd()]
     home = os.path.realpath(os.path.expanduser("~"))
@@ -145,8 +145,8 @@ def project_file() -> str:
 def load(environ: Mapping[str, str] = os.environ) -> dict[str, Default]:
     """Return the values that variables and files set. Raises DefaultsError.
 
-    A file that another user may change is left out, as are unknown keys, and keys of a project's
-    file that need trust(): a warning says so, once in a process.
+    Files that another user may change, unknown keys, and keys of a project's file that need trust()
+    are left out. A warning says so, once in a process.
     """
     found: dict[str, Default] = {}
     for name, setting in SETTINGS.items():
@@ -229,7 +229,7 @@ def set_variables(environ: MutableMapping[str, str]) -> None:
 
 
 def fill_in(args: Namespace) -> None:
-    """Set the options of ddpkit launch that are None; not those that the ranks read themselves.
+    """Set options of ddpkit launch that are None, except options that the ranks read themselves.
 
     Raises DefaultsError.
     """
@@ -258,13 +258,14 @@ def _config_folder(environ: Mapping[str, str]) -> str:
 def _content(path: str, *, is_named: bool = False) -> bytes:
     """Return what a file holds, b"" where there is none. Raises NotTrusted, DefaultsError.
 
-    is_named: a variable names it; who sets those of a user may run programs as well.
+    is_named: whether a variable names the file. Whoever sets a user's variables may run programs as
+    well.
     """
     remedy = (
         "make it yours and closed to writing by others (chmod go-w), or use variables and options"
     )
     try:
-        # Who may write a file beside the installation may write the kit itself.
+        # Whoever may write a file beside the installation may write the kit itself.
         is_free = is_named or path == KIT_FILE
         opened = os.open(path, os.O_RDONLY) if is_free else may_trust(path, remedy)
         with open(opened, "rb") as file:
@@ -291,7 +292,7 @@ def _names_kit(path: str) -> bool:
 
 
 def _digest(path: str, content: bytes) -> str:
-    """Return the digest of a file's place and content: relative paths in it start there."""
+    """Return the digest of a file's path and content: relative paths in it start at its folder."""
     return hashlib.sha256(os.fsencode(os.path.realpath(path)) + b"\0" + content).hexdigest()
 
 
@@ -345,7 +346,7 @@ def _values(path: str, content: bytes) -> dict[str, Default]:
 def _read(path: str, content: bytes, mistakes: list[str] | None = None) -> Iterator[_Entry]:
     """Yield the keys and values of a file.
 
-    Raises DefaultsError for a line that is none, unless there is a list, which receives it.
+    mistakes: receives a message for each wrong line; None: such a line raises DefaultsError.
     """
     try:
         text = content.decode()
@@ -400,7 +401,7 @@ def _unknown(entry: _Entry, problem: str) -> str:
 
 
 def _checked(path: str, entry: _Entry) -> str:
-    """Return a value as text. Raises DefaultsError for one that is not as expected."""
+    """Return a value as text. Raises DefaultsError for an unexpected value."""
     setting, value = SETTINGS[entry.name], entry.value
     text = str(value).lower() if isinstance(value, bool) else str(value)
     expected = f"a value such as {setting.example}"

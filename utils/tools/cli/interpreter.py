@@ -1,7 +1,7 @@
 """Choose the Python that runs the ranks, and restart the kit where its own Python is too old.
 
-`python3` of many clusters is Python 3.6, which imports this file alone, without the package: the
-syntax has to be that old.
+On many clusters, `python3` is Python 3.6, which imports this file alone, without the package. So
+the syntax must be valid in Python 3.6.
 """
 
 import importlib.util
@@ -64,10 +64,9 @@ def choose(
 
     The order is PYTHON, active environments, the default, the running one, PATH, the kit's .venv.
     environ: the environment of the ranks. torch: whether they need torch; if not, a Python without
-    it is chosen where none has it. default: the Python that a file names, and this file. option:
-    the value of --python, which replaces PYTHON.
-    Raises InterpreterError where there is none, or where the one that the user or the file names
-    cannot be used.
+    torch is chosen if none has it. default: the Python that a file of defaults names, and the
+    file's path. option: the value of --python, which replaces PYTHON. Raises InterpreterError if
+    there is none, or if the Python that the user or the file names cannot be used.
     """
     if option:
         return _named(option, "--python", environ, torch)
@@ -106,7 +105,7 @@ def is_python(command: "Sequence[str]") -> bool:
 
 
 def _named(name: str, source: str, environ: "Mapping[str, str]", torch: bool) -> Interpreter:
-    """Return the Python that the user names. source: by what, PYTHON or --python.
+    """Return the Python that the user names. source: "PYTHON" or "--python".
 
     Raises InterpreterError where it cannot be used: the user wants no other.
     """
@@ -143,7 +142,7 @@ def is_of_prompt(path: str, environ: "Mapping[str, str]") -> bool:
 
 
 def _identity(path: str) -> "tuple[str, str]":
-    """Return what python and python3 of one environment share."""
+    """Return folder and real path, which python and python3 of one environment share."""
     return os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
 
 
@@ -155,7 +154,7 @@ def _possible_paths(
     folders = environ.get("PATH", "").split(os.pathsep)
     names = [name for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if environ.get(name)]
     bins = {name: os.path.join(environ[name], "bin") for name in names}
-    # An environment is active where it is on PATH. Set-up lines of a job may have left one.
+    # An environment is active if it is on PATH. Set-up lines of a job may have left one.
     active = [name for name in names if bins[name] in folders]
     for name in sorted(active, key=lambda name: folders.index(bins[name])):
         yield os.path.join(bins[name], "python"), name
@@ -235,7 +234,7 @@ def restart_under_newer_python() -> NoReturn:
 def restart(python: str) -> NoReturn:
     """Start this command of the kit again under another Python.
 
-    Raises InterpreterError where pip has installed the command: for its own Python alone.
+    Raises InterpreterError if pip has installed the command, which works under one Python only.
     """
     if os.path.basename(sys.argv[0]) == "ddpkit":
         raise InterpreterError(
@@ -248,9 +247,10 @@ def restart(python: str) -> NoReturn:
 
 
 def import_path(name: str, file: str) -> "tuple[str, str]":
-    """Return the folder for sys.path from which a module of this package can be imported, and as
-    what, in a Python without site-packages: an editable installation gives the package another
-    name than its folder has.
+    """Return the folder for sys.path and the name under which to import a module of this package.
+
+    Both work without site-packages: an editable installation gives the package another name than
+    its folder has.
 
     name, file: __name__ and __file__ of the module.
     """

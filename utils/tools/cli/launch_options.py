@@ -30,15 +30,15 @@ class Setting(NamedTuple):
     meaning: str
     form: str  # pattern of the whole value
     example: str
-    default: str  # for people
-    variable: str = ""  # read by the ranks or the command; "" for none
-    is_path: bool = False  # with a slash, it starts from the folder of the file
+    default: str  # shown to people
+    variable: str = ""  # variable that the ranks or the command read; "" for none
+    is_path: bool = False  # a value with a slash starts from the folder of the file
     for_ranks: bool = False  # the ranks read the variable
     needs_trust: bool = False  # leads to programs or files that the kit runs, or into job scripts
 
 
 class SharedOption(NamedTuple):
-    """What an option is besides its name, type and default, which are those of the field.
+    """What an option has besides the name, type and default of its field.
 
     A help may contain {launchers} and the like, which the command fills in.
     """
@@ -46,11 +46,11 @@ class SharedOption(NamedTuple):
     flag: str
     topic: Topic
     help: str
-    submit_help: str = ""  # where that of `submit run` differs
+    submit_help: str = ""  # help of `submit run`, if it differs
     metavar: str | None = None
-    launch_flags: str = ""  # others, which `submit run` does not have
-    least: int | None = None  # that a job accepts
-    form: tuple[re.Pattern[str], str] | None = None  # of the value in a job: pattern, example
+    launch_flags: str = ""  # further flags, of ddpkit launch only
+    least: int | None = None  # smallest value that a job accepts
+    form: tuple[re.Pattern[str], str] | None = None  # pattern and example for a job
     is_path: bool = False
     in_preflight: bool = True  # whether it also applies to the ranks of doctor
     in_profile: bool = False  # a key of profiles, which fills in what `submit run` leaves out
@@ -58,7 +58,7 @@ class SharedOption(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key of files of defaults."""
+        """Key of the option in files of defaults."""
         return self.flag.removeprefix("--")
 
 
@@ -230,7 +230,7 @@ def type_of(name: str) -> tuple[type, bool]:
 def add_options(
     add: Callable[..., object], topic: Topic, *, for_submit: bool = False, **facts: object
 ) -> None:
-    """Add the arguments of a topic to those of a command. facts: what their help mentions."""
+    """Add the arguments of a topic to a command. facts: values for {names} in their help."""
     for name, option in SHARED_OPTIONS.items():
         if option.topic == topic:
             add_option(add, name, for_submit=for_submit, **facts)

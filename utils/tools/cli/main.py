@@ -22,7 +22,7 @@ class Command(NamedTuple):
 
     description: str
     module: str
-    kit_needs: tuple[str, ...] = ()  # restarts under the kit's .venv where one of them is missing
+    kit_needs: tuple[str, ...] = ()  # modules; without one of them, restarts under the kit's .venv
     needs_torch: bool = False  # restarts under the Python that ddpkit launch would choose
 
 
@@ -66,7 +66,7 @@ COMMANDS = {
     ),
     "plot": Command("draw the logs of training runs, or step times, as a picture", "bench.charts"),
 }
-_SUBCOMMANDS = {  # typed as a command: where it is
+_SUBCOMMANDS = {  # word typed as a command -> where it is
     **{name: f"submit {name}" for name in ("run", "status", "list", "logs", "stop", "cancel")},
     **{name: f"sites {name}" for name in ("new", "config", "trust")},
 }

@@ -7,14 +7,14 @@ import importlib.util
 import os
 import shlex
 
-_LIKENESS = 0.7  # of names that are suggested: 0 nothing in common, 1 the same
+_LIKENESS = 0.7  # least similarity of a suggested name: 0 nothing in common, 1 the same
 
 
 def no_such_file(path: str, remedy: str = "", folder: str = "") -> str:
-    """Return that a file does not exist, and a file of almost the same name beside it.
+    """Return a message that a file does not exist, with a similar name beside it.
 
-    remedy: what to do where there is none such; "" to check the path. folder: from which a relative
-    path starts; "" for the current one.
+    remedy: what to do if no name is similar; "" to check the path. folder: where a relative path
+    starts; "" for the current folder.
     """
     base, (above, name) = folder or os.getcwd(), os.path.split(path.rstrip(os.sep))
     end = os.path.splitext(name)[1]
@@ -28,7 +28,7 @@ def no_such_file(path: str, remedy: str = "", folder: str = "") -> str:
 def no_such_program(name: str, folder: str = "") -> str:
     """Return why a program cannot be started, and what was meant.
 
-    name: as it was typed. folder: from which a relative path starts; "" for the current one.
+    name: as it was typed. folder: where a relative path starts; "" for the current folder.
     """
     if os.path.isdir(name):
         return f"{name} is a folder. Expected a script or a program. Check the path"
@@ -55,14 +55,14 @@ def no_such_program(name: str, folder: str = "") -> str:
 
 
 def closest(name: str, names: list[str]) -> str:
-    """Return the one of these names that `name` may have meant; "" where none is like it."""
-    import difflib  # every launch would notice the time to load it
+    """Return the most similar one of these names; "" if none is similar."""
+    import difflib  # loading it would slow down every launch
 
     return next(iter(difflib.get_close_matches(name, names, 1, _LIKENESS)), "")
 
 
 def why_no_yaml(error: ImportError, needed_for: str) -> str:
-    """Return a message about `import yaml`, which has failed. needed_for: what is YAML."""
+    """Return why `import yaml` has failed. needed_for: "site profiles are YAML files"."""
     found = importlib.util.find_spec("yaml")
     if found is None:
         return (
