@@ -92,7 +92,7 @@ MUTATIONS = [
              RESTARTS),
     Mutation("tools/launch/outcome.py", "if evidence.stopped_by and evidence.stopped_at < losses[0].at:", "if False:",
              OUTCOME),
-    Mutation("tools/launch/outcome.py", "if evidence.out_of_memory is None:  # the job's own limit", "if True:",
+    Mutation("tools/launch/outcome.py", "if evidence.out_of_memory is None:", "if True:",
              OUTCOME),
     Mutation("tools/launch/outcome.py", "if len(by_signal) == 1 or killed and killed == by_signal:",
              "if len(by_signal) == 1:", OUTCOME),
