@@ -81,8 +81,10 @@ def test_script_for_torchrun_and_gpus_is_traced_without_them(planned: Planned, t
     ("examples/01_ddp_minimal.py", 32 * 64 + 64 + 64 + 1, 64 * 33 * 4),  # inputs and targets, not the data set
     ("examples/05_survive.py --folder {}", 64 * 128 + 128 + 128 * 4 + 4, 96 * (64 * 4 + 8))])
 def test_example_is_traced_as_it_is(example: str, parameters: int, inputs: int, tmp_path: Path) -> None:
-    """The second one resumes, and primes its buckets."""
-    done = python("utils", "plan", "--json", "--gpu", "a100-40", *example.format(tmp_path).split())
+    """The second one resumes, and primes its buckets. No thread is left, which could abort the process at its end."""
+    words = ["plan", "--json", "--gpu", "a100-40", *example.format(tmp_path).split()]
+    done = python("-c", f"import sys, threading; from utils.tools.cli.main import main; status = main({words})\n"
+                        "sys.exit(status or str(threading.enumerate()[1:]).strip('[]') or None)")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["inputs"]["parameters"] == parameters

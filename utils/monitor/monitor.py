@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # loaded when a rank hangs or times out, or with hang_timeout
 
 HUNG_RANK_TIMEOUT = 10.0
 _ACKNOWLEDGE_SECONDS = 2.0  # a leaving rank waits this long for its report to arrive
+_JOIN_SECONDS = 1.0  # seconds that leave() waits for the thread to end
 _REPORT_SECONDS = 10.0  # a hung rank has this long to write its files
 
 _current: Monitor | None = None  # the monitor of this process, from connected() to leave()
@@ -123,7 +124,8 @@ class Monitor:
         os.register_at_fork(after_in_child=close_in_child)
         for connection in self.peers:
             connection.keep_alive(rules.HOST_LOST_SECONDS)
-        threading.Thread(target=self._run, daemon=True, name="rank monitor").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="rank monitor")
+        self._thread.start()
 
     # Called by the main thread -------------------------------------------------------------------
 
@@ -191,6 +193,9 @@ class Monitor:
         self._left = True
         _current = None  # ranks that have ended do not belong to a later job
         self._wake()
+        if threading.current_thread() is not self._thread:
+            # A thread that is inside of torch when Python ends can abort the process.
+            self._thread.join(_JOIN_SECONDS)
 
     def find_cause(self, kind: str, place: str = "", missing: Sequence[int] = ()) -> Failure | None:
         """Return the first cause, as rank 0 knows it; None where it is not known.

@@ -205,6 +205,7 @@ def _time_limit(path: str, seconds: float, evaluates: Callable[[], bool]) -> Ite
         yield
     finally:
         timer.cancel()
+        timer.join()  # a thread that is still alive when Python ends can abort the process
 
 
 class _OnCPU(TorchFunctionMode):
