@@ -100,7 +100,7 @@ MUTATIONS = [
              'kind == "killed" and waiting', OUTCOME),
     Mutation("tools/launch/launch_result.py", "by_launch = bool(status) and self._is_ending(now)",
              "by_launch = self._is_ending(now)", RESULT),
-    Mutation("tools/launch/launch_result.py", "begins = self.launcher_ended_at if self.launcher else self.end_at",
+    Mutation("tools/launch/launch_result.py", "begins = self.launcher.ended_at if self.launcher.name else self.end_at",
              "begins = self.end_at", RESULT),
     Mutation("tools/launch/launch_result.py", "at is not None and at <= now < at + _STOP_SECONDS", "at is not None",
              RESULT),

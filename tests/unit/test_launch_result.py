@@ -17,7 +17,7 @@ from utils.tools.launch.launch_result import END_DELAY, END_DELAY_AFTER_STOP, La
 def test_a_rank_that_ends_after_the_first_failure(
         launcher: str, launcher_ended_at: float | None, status: int, at: float, by_launch: bool) -> None:
     result = LaunchResult(2)
-    result.launcher, result.launcher_ended_at = launcher, launcher_ended_at
+    result.launcher.name, result.launcher.ended_at = launcher, launcher_ended_at
     result.process_ended("rank 0", 1, 1.0, others=False, rank=0)
     result.process_ended("rank 1", status, at, others=False, rank=1)
     assert [end.by_launch for end in result.evidence().ends] == [False, by_launch]

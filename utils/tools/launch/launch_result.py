@@ -39,17 +39,30 @@ def print_error(text: str) -> None:
     print_status(f"error: {text}", is_error=True)
 
 
+class NativeLauncher:
+    """The srun or mpiexec that starts the ranks of a launch; its name is "" if none does.
+
+    status: its exit status. killed: whether a signal ended it. ended_at: when this process began to
+    end it, in seconds of time.monotonic(). late: seconds from the first failure until this process
+    had to end it.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.status: int | None = None
+        self.killed = False
+        self.ended_at: float | None = None
+        self.late: float | None = None
+
+
 class LaunchResult:
     """What has happened so far: evidence() collects it. Times are values of time.monotonic().
 
     failed_at: when the first failure was noticed; None if nothing has failed. warning: printed if
     nothing fails. expected: number of processes that should end by themselves with status 0.
     lost_hosts: hosts that do not respond. slurm_reason, slurm_signalled, out_of_memory: what Slurm
-    prints. launcher, launcher_status: name and exit status of the native launcher. launcher_killed:
-    whether a signal ended it. launcher_ended_at: when this process began to end it. launcher_late:
-    seconds from the first failure until this process had to end it. syntax_error: why no rank can
-    run the script. unimported: what the first rank that failed cannot import from a copy of
-    --stage.
+    prints. syntax_error: why no rank can run the script. unimported: what the first rank that
+    failed cannot import from a copy of --stage.
     """
 
     def __init__(self, expected: int = 1, hosts: Sequence[str] = (), own_host: str = "") -> None:
@@ -60,11 +73,7 @@ class LaunchResult:
         self.slurm_reason = ""
         self.slurm_signalled = False
         self.out_of_memory: OutOfMemory | None = None
-        self.launcher = ""
-        self.launcher_status: int | None = None
-        self.launcher_killed = False
-        self.launcher_ended_at: float | None = None
-        self.launcher_late: float | None = None
+        self.launcher = NativeLauncher()
         self.syntax_error = ""
         self.unimported: Unimported | None = None
         self._ends: list[RankEnd] = []
@@ -183,7 +192,7 @@ class LaunchResult:
 
     def _is_ending(self, now: float) -> bool:
         """Whether this process has begun to end the ranks, or the launcher that started them."""
-        begins = self.launcher_ended_at if self.launcher else self.end_at
+        begins = self.launcher.ended_at if self.launcher.name else self.end_at
         return begins is not None and now >= begins
 
     def _is_after_stop(self, now: float) -> bool:
@@ -219,10 +228,10 @@ class LaunchResult:
             slurm_reason=self.slurm_reason,
             slurm_signalled=self.slurm_signalled,
             out_of_memory=self.out_of_memory,
-            launcher=self.launcher,
-            launcher_status=self.launcher_status,
-            launcher_killed=self.launcher_killed,
-            launcher_late=self.launcher_late,
+            launcher=self.launcher.name,
+            launcher_status=self.launcher.status,
+            launcher_killed=self.launcher.killed,
+            launcher_late=self.launcher.late,
             syntax_error=self.syntax_error,
             unimported=self.unimported,
         )

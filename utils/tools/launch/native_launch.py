@@ -57,7 +57,7 @@ class NativeLaunch:
 
     def run(self) -> None:
         method, result = self._plan.method, self._result
-        result.launcher = self._program
+        result.launcher.name = self._program
         words = module_command(self._plan.python, "rank_start", rank_arguments(self._plan))
         child = start_command(
             self._launch,
@@ -72,13 +72,13 @@ class NativeLaunch:
 
         # The command has started: it and the ranks keep the user's limit of open files.
         with more_open_files(2 * self._plan.world_size + 64):
-            result.launcher_status = self._wait_for_end()
+            result.launcher.status = self._wait_for_end()
             self._errors.drain()
             self._receive_last_reports()
             self._ranks.note_unresponsive()
             self._handle_orphans(time.monotonic())
             self._ranks.close()
-        result.launcher_killed = child is not None and (child.returncode or 0) < 0
+        result.launcher.killed = child is not None and (child.returncode or 0) < 0
         self._note_errors()
         if not self._ranks.complete:
             self._note_missing()
@@ -107,14 +107,14 @@ class NativeLaunch:
         """Note which ranks have not joined; the first problem counts."""
         without = self._ranks.hosts_without_ranks()
         where = f", and none on {', '.join(without)}" if without else ""
-        ended = describe_status(self._result.launcher_status or 0)
+        ended = describe_status(self._result.launcher.status or 0)
         kind: Kind = "refused" if self._errors.refused else "launch"
         self._result.fail(
             f"{self._program} {ended} before all ranks had joined. {self._ranks.missing()}{where}. "
             f"See the messages of {self._program} above, and check that the folder {os.getcwd()} "
             "exists on every host",
             time.monotonic(),
-            self._result.launcher_status or 1,
+            self._result.launcher.status or 1,
             kind=kind,
         )
 
@@ -163,7 +163,7 @@ class NativeLaunch:
         if self._restarts and is_over:
             seconds = _END_SECONDS_OF_HANG
         if now >= result.end_after(result.failed_at, seconds):
-            result.launcher_late = now - result.failed_at
+            result.launcher.late = now - result.failed_at
             self._ranks.note_unresponsive()
             self._end(now, min(seconds, TERMINATE_SECONDS))
 
@@ -236,7 +236,7 @@ class NativeLaunch:
 
     def _end(self, now: float, seconds: float = TERMINATE_SECONDS) -> None:
         self._ending = True
-        self._result.launcher_ended_at = now
+        self._result.launcher.ended_at = now
         self._processes.end(now, seconds)
 
 
