@@ -5,6 +5,7 @@ import ast
 import os
 import re
 import shutil
+import shlex
 import subprocess
 import sys
 import venv
@@ -125,11 +126,12 @@ LAUNCH = "--ntasks-per-node 2 --dry-run train.py"
     ("SITE/bin/ddpkit doctor log", 2, "To read the output of a job: ddpkit doctor logs FILE\n"),
     ("SITE/bin/ddpkit", 2, "a command is missing")])
 def test_installed_commands_work_and_explain_themselves(installed: Path, command: str, status: int, text: str) -> None:
-    def in_place(words: str) -> str:
-        return words.replace("SITE", str(installed)).replace("PYTHON", sys.executable)
+    def in_place(words: str, python: str = sys.executable) -> str:
+        return words.replace("SITE", str(installed)).replace("PYTHON", python)
 
     done = run(installed, *map(in_place, command.split()))
-    assert done.returncode == status and in_place(text) in done.stdout + done.stderr, done.stderr
+    shown = in_place(text, shlex.quote(sys.executable))
+    assert done.returncode == status and shown in done.stdout + done.stderr, done.stderr
 
 
 # All modules can be imported without the packages that only some functions need.
