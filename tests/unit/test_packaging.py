@@ -4,8 +4,8 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
 import shlex
+import shutil
 import subprocess
 import sys
 import venv
